@@ -1,0 +1,1 @@
+"""Pure parts: no I/O, no torch, no threads, no clock."""

@@ -1,0 +1,136 @@
+"""The planner's memory of what is stored: states, bytes, order of last use. Pure.
+
+Coldest first: the order of the mapping is the order of last use. Not thread-safe; the
+planner's thread owns it. A scan builds a fresh Index on its own thread and hands it over
+whole (`adopt`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from fx_kvbackend.errors import Bug
+from fx_kvbackend.records import ChunkKey
+
+
+class State(Enum):
+    """Life of a chunk in the index."""
+
+    WRITING = auto()  # accepted for saving, not published by every rank yet
+    READY = auto()  # a hit
+    SUSPECT = auto()  # its bytes failed us, or shards are missing: never a hit, may be replaced
+    EVICTING = auto()  # being deleted; its bytes still count
+
+
+# None is "not in the index".
+MOVES: dict[State | None, set[State | None]] = {
+    None: {State.WRITING, State.READY, State.SUSPECT},
+    State.WRITING: {State.READY, State.EVICTING, None},
+    State.READY: {State.SUSPECT, State.EVICTING, None},
+    State.SUSPECT: {State.WRITING, State.READY, State.EVICTING, None},
+    State.EVICTING: {None},
+}
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk: `stored_bytes` over all ranks; `shard_counts` lists complete copies."""
+
+    state: State
+    stored_bytes: int
+    shard_counts: tuple[int, ...] = ()
+    pins: int = 0
+
+    @property
+    def live(self) -> bool:
+        """True while something in flight depends on this entry."""
+        return self.pins > 0 or self.state in (State.WRITING, State.EVICTING)
+
+
+class Index:
+    """Chunks by key, coldest first, with the sum of their bytes."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[ChunkKey, Entry]]:
+        return iter(self._entries.items())
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        """The entry, or None when this chunk is not known."""
+        return self._entries.get(key)
+
+    def put(self, key: ChunkKey, entry: Entry) -> None:
+        """Add or replace, as the most recently used. Raises Bug on an illegal move."""
+        old = self._entries.pop(key, None)
+        if old is not None:
+            if old.state is not entry.state:
+                _check_move(key, old.state, entry.state)
+            self.used_bytes -= old.stored_bytes
+        self._entries[key] = entry
+        self.used_bytes += entry.stored_bytes
+
+    def move(self, key: ChunkKey, state: State) -> Entry:
+        """Change the state of a known chunk. Raises Bug on an illegal move."""
+        entry = self._entries[key]
+        _check_move(key, entry.state, state)
+        entry.state = state
+        return entry
+
+    def drop(self, key: ChunkKey) -> Entry | None:
+        """Forget a chunk; None when it was not known."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.used_bytes -= entry.stored_bytes
+        return entry
+
+    def touch(self, key: ChunkKey) -> None:
+        """Make a known chunk the most recently used."""
+        self._entries.move_to_end(key)
+
+    def victims(self, need_bytes: int) -> list[ChunkKey]:
+        """Coldest chunks whose removal frees at least `need_bytes`.
+
+        Never names one that is pinned, being written or being deleted. Names fewer when
+        there are not enough; nothing changes either way.
+        """
+        out: list[ChunkKey] = []
+        freed = 0
+        for key, entry in self._entries.items():
+            if freed >= need_bytes:
+                break
+            if not entry.live:
+                out.append(key)
+                freed += entry.stored_bytes
+        return out
+
+    def adopt(self, scanned: Index, newer: Iterable[ChunkKey]) -> None:
+        """Replace everything by `scanned`, but keep our own word on the `newer` keys.
+
+        `newer` are the keys that changed since the scan began, and those in flight.
+        """
+        keep = {key: self._entries.get(key) for key in newer}
+        for key, entry in self._entries.items():
+            # A complete copy that failed us looks as good as any to a scan.
+            failed = entry.state is State.SUSPECT and entry.shard_counts
+            if entry.live or (failed and scanned.get(key) is not None):
+                keep[key] = entry
+        self._entries = scanned._entries
+        self.used_bytes = scanned.used_bytes
+        for key, entry in keep.items():
+            self.drop(key)
+            if entry is not None:
+                self._entries[key] = entry
+                self.used_bytes += entry.stored_bytes
+
+
+def _check_move(key: ChunkKey, old: State | None, new: State | None) -> None:
+    if new not in MOVES[old]:
+        raise Bug(f"chunk {key}: illegal move {old} -> {new}")

@@ -1,0 +1,1 @@
+"""Bytes between a buffer, a local file and the host's KV pages."""

@@ -1,0 +1,1 @@
+"""Planner (what is where) and mover (bytes), put together in `build`."""
