@@ -316,7 +316,7 @@ def chart(rows: Sequence[dict[str, report.Cell]]) -> report.Draw:
             positions = [index + (place - 1) * width for index in range(len(rows))]
             bars = axes.bar(positions, heights, width * 0.94, label=label, color=colour)
             axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2, fontsize=8)
-        labels = [f"{row['prompt_tokens']:,} tokens\n{row['speedup_p50']:.1f}x" for row in rows]
+        labels = [f"{row['prompt_tokens']:,} tokens\n{row['speedup_p50']:.1f}x faster" for row in rows]
         axes.set_xticks(range(len(rows)), labels)
         axes.set_yscale("log")
         axes.set_ylabel("time to first token, p50, seconds (log)")

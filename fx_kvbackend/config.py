@@ -301,13 +301,13 @@ def _or(words: list[str]) -> str:
 
 def _check(config: Config) -> None:
     """Range checks that a type cannot express."""
-    positive = {
+    positive: dict[str, int | float] = {
         "local.read_threads": config.local.read_threads,
         "local.write_threads": config.local.write_threads,
         "load_deadline_s": config.load_deadline_s,
         "staging": config.staging,
     }
-    if config.chunk_tokens != AUTO:
+    if isinstance(config.chunk_tokens, int):
         positive["chunk_tokens"] = config.chunk_tokens
     for name, value in positive.items():
         if value <= 0:

@@ -20,7 +20,8 @@ class ChunkKey(NamedTuple):
     name: bytes
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """Part `index` of the `count` parts of a chunk; 0 <= index < count."""
 
     index: int

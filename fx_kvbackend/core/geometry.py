@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """`count` pieces of `size` bytes; the i-th lies at offset + i * stride on each side."""
+    """`pieces` times `size` bytes; the i-th lies at offset + i * stride on each side."""
 
     local_offset: int
     canonical_offset: int
     size: int
-    count: int
+    pieces: int
     local_stride: int
     canonical_stride: int
 
@@ -97,8 +97,8 @@ class Geometry:
             body = json.loads(encoded)
             pages = tuple(
                 page
-                for count, size, canonical, runs in body["layers"]
-                for page in [Page(size, canonical, tuple(Run(*run) for run in runs))] * count
+                for times, size, canonical, runs in body["layers"]
+                for page in [Page(size, canonical, tuple(Run(*run) for run in runs))] * times
             )
             return cls(body["group"], body["blocks"], pages)
         except (KeyError, TypeError) as exc:
@@ -168,5 +168,5 @@ def _pieces(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
             run.local_offset + i * run.local_stride,
         )
         for run in runs
-        for i in range(run.count)
+        for i in range(run.pieces)
     )

@@ -124,11 +124,11 @@ class Index:
                 keep[key] = entry
         self._entries = scanned._entries
         self.used_bytes = scanned.used_bytes
-        for key, entry in keep.items():
+        for key, kept in keep.items():
             self.drop(key)
-            if entry is not None:
-                self._entries[key] = entry
-                self.used_bytes += entry.stored_bytes
+            if kept is not None:
+                self._entries[key] = kept
+                self.used_bytes += kept.stored_bytes
 
 
 def _check_move(key: ChunkKey, old: State | None, new: State | None) -> None:

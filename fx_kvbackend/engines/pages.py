@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +58,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class HostPages:
     """KV pages in DRAM. One memcpy per page; numpy lets other threads run meanwhile."""
 
-    def __init__(self, groups: dict[int, Layers]) -> None:
+    def __init__(self, groups: Mapping[int, Layers]) -> None:
         self._groups = {
             group: [(_bytes_of(tensor).numpy(), size) for tensor, size in layers]
             for group, layers in groups.items()
@@ -110,7 +110,7 @@ class DevicePages:
     event of `mark`, so a save never reads a block before the step that fills it.
     """
 
-    def __init__(self, groups: dict[int, Layers]) -> None:
+    def __init__(self, groups: Mapping[int, Layers]) -> None:
         self._groups = {
             group: [(_bytes_of(tensor), size) for tensor, size in layers]
             for group, layers in groups.items()
@@ -192,7 +192,7 @@ class DevicePages:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def pages_for(groups: dict[int, Layers]) -> HostPages | DevicePages:
+def pages_for(groups: Mapping[int, Layers]) -> HostPages | DevicePages:
     """The right kind of pages for where the host keeps its KV cache."""
     tensor = next(iter(groups.values()))[0][0]
     return HostPages(groups) if tensor.device.type == "cpu" else DevicePages(groups)

@@ -30,6 +30,10 @@ def private_namespace() -> str:
     return os.urandom(16).hex()
 
 
+def _bytes_or_none(setting: int | str) -> int | None:
+    return setting if isinstance(setting, int) else None
+
+
 def build_planner(
     config: Config,
     namespace: str,
@@ -54,8 +58,8 @@ def build_planner(
             rank_count=rank_count,
             shard_count=shard_count,
             chunk_bytes=chunk_bytes,
-            capacity_bytes=None if local.capacity == AUTO else local.capacity,
-            free_floor_bytes=None if local.free_floor == AUTO else local.free_floor,
+            capacity_bytes=_bytes_or_none(local.capacity),
+            free_floor_bytes=_bytes_or_none(local.free_floor),
         ),
         chores,
         new_namespace=private_namespace,

@@ -8,6 +8,7 @@ free space. Nothing is shared but the queues; answers are taken with `take`. Wit
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -155,21 +156,13 @@ class Chores:
     def _probe_loop(self) -> None:
         while self._guarded(self.run_probes):
             self.cpu_s["probe"] = time.thread_time()
-            first = self._asked.get()
-            if first is None:
-                return
-            self._asked.put(first)
+            self._asked.put(self._asked.get())  # sleep until there is something to do
 
     def _chores_loop(self) -> None:
         while self._guarded(self.run_chores):
             self.cpu_s["chores"] = time.thread_time()
-            try:
-                work = self._todo.get(timeout=_SPACE_INTERVAL_S)
-            except queue.Empty:
-                continue
-            if work is None:
-                return
-            self._guarded(lambda: bool(work()) or True)
+            with contextlib.suppress(queue.Empty):
+                self._todo.put(self._todo.get(timeout=_SPACE_INTERVAL_S))
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
         try:

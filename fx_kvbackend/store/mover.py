@@ -83,8 +83,12 @@ class _Load:
     arrived: set[int] = field(default_factory=set)
     failures: dict[int, Reason] = field(default_factory=dict)
     loaded_bytes: int = 0
-    open: bool = True
+    closed: bool = False
     scattering: int = 0
+
+    def over(self) -> bool:
+        """True once the gate is closed."""
+        return self.closed
 
 
 class Mover:
@@ -354,10 +358,10 @@ class Mover:
     def _load(self, job: _Load, number: int) -> None:
         chunk = job.chunks[number]
         refusal: Refusal | None
-        if not job.open:
+        if job.over():
             return
         try:
-            slot = self.arena.lease_for_load(give_up=lambda: not job.open)
+            slot = self.arena.lease_for_load(give_up=job.over)
             if slot is None:
                 return
             with slot:
@@ -369,7 +373,7 @@ class Mover:
             log.warning("chunk %s not loaded: %s", chunk.key.name.hex(), refusal.detail)
         with self._lock:
             self._copy_ready.notify()  # a slot came back
-            if not job.open:
+            if job.over():
                 return
             if refusal is not None:
                 job.failures[number] = refusal.reason
@@ -446,7 +450,7 @@ class Mover:
     def _through_gate(self, job: _Load, copy: Callable[[], None]) -> Refusal | None:
         """Run a copy into the engine's blocks, unless the job has ended."""
         with self._lock:
-            if not job.open:
+            if job.over():
                 return Refusal(Reason.DEADLINE, "arrived after its job had ended")
             job.scattering += 1
         try:
@@ -459,9 +463,9 @@ class Mover:
 
     def _end_early(self, job: _Load, reason: Reason) -> None:
         """Close the gate, wait for copies under way, and fail what has not arrived."""
-        if not job.open:
+        if job.over():
             return
-        job.open = False
+        job.closed = True
         while job.scattering:
             self._settled.wait(0.05)
         for number in range(len(job.chunks)):
@@ -472,7 +476,7 @@ class Mover:
     def _finish_load(self, job: _Load) -> None:
         if self._loads.pop(job.job_id, None) is None:
             raise Bug(f"load job {job.job_id} ended twice")
-        job.open = False
+        job.closed = True
         failures = tuple(
             LoadFailure(job.chunks[n].key, job.chunks[n].block_ids, reason)
             for n, reason in sorted(job.failures.items())

@@ -144,7 +144,10 @@ class DirectoryTier:
         try:
             os.rename(temporary, final)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(final), mode=0o700, exist_ok=True)
+            # Not makedirs: it gives its mode to the last level only.
+            fan = Path(final).parent
+            for directory in (fan.parent.parent, fan.parent, fan):
+                directory.mkdir(mode=0o700, exist_ok=True)
             os.rename(temporary, final)
 
     def find(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Copies]:

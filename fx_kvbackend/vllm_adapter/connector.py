@@ -59,10 +59,12 @@ class FxWorkerMetadata(OffloadingWorkerMetadata):
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FxWorkerMetadata:
         merged = super().aggregate(other)
+        if not isinstance(merged, OffloadingWorkerMetadata):
+            raise Bug(f"merged into {type(merged).__name__}")
         news = News()
-        news.add(self.news)
-        if isinstance(other, FxWorkerMetadata):
-            news.add(other.news)
+        for part in (self, other):
+            if isinstance(part, FxWorkerMetadata):
+                news.add(part.news)
         return FxWorkerMetadata(merged.completed_jobs, merged.transfer_stats, news)
 
 

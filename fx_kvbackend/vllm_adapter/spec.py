@@ -97,7 +97,7 @@ class FxSpec(OffloadingSpec):
         setup, parallel = self._setup, self.config.parallel
         manifest = build_manifest(setup.vllm_config, setup.kv_cache_config, self.config)
         namespace = namespace_of(manifest)
-        log.info("namespace %s: %s", namespace, manifest)
+        log.info("namespace %s (what it stands for: namespace.json in it)", namespace)
         page_bytes = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
         per_rank = chunkfile.align_up(page_bytes) + _HEADER_BOUND_BYTES
         ranks = 1 if self.replicated_layout else parallel.world_size
