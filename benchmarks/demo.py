@@ -271,7 +271,8 @@ def make_notes(
 ) -> list[str]:
     """What a reader must know beside the figures."""
     notes = [
-        f"all servers run with the same flags ({settings['mode']}); one request at a time",
+        f"all servers run with the same flags ({settings['mode']}) and on the same cores; "
+        "one request at a time",
         "identical: restored answers against local prefix hits of equal depth, token by token",
     ]
     declined = sum(int(row["declined_loads"] or 0) for row in rows)
@@ -316,7 +317,9 @@ def chart(rows: Sequence[dict[str, report.Cell]]) -> report.Draw:
             positions = [index + (place - 1) * width for index in range(len(rows))]
             bars = axes.bar(positions, heights, width * 0.94, label=label, color=colour)
             axes.bar_label(bars, [f"{height:.2f}" for height in heights], padding=2, fontsize=8)
-        labels = [f"{row['prompt_tokens']:,} tokens\n{row['speedup_p50']:.1f}x faster" for row in rows]
+        labels = [
+            f"{row['prompt_tokens']:,} tokens\n{row['speedup_p50']:.1f}x faster" for row in rows
+        ]
         axes.set_xticks(range(len(rows)), labels)
         axes.set_yscale("log")
         axes.set_ylabel("time to first token, p50, seconds (log)")

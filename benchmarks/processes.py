@@ -7,6 +7,7 @@ session is ever touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -43,33 +44,28 @@ def session_processes(session_id: int) -> list[ProcessTimes]:
     return found
 
 
-def shared_memory_files(session_id: int) -> set[Path]:
-    """Named shared memory that processes of the session have mapped now."""
-    found = set()
-    for process in session_processes(session_id):
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-        except OSError:
-            continue
-        for line in maps.splitlines():
-            _, separator, name = line.partition("/dev/shm/")
-            if separator and not name.endswith(" (deleted)"):
-                found.add(Path("/dev/shm", name))
-    return found
-
-
-def kill_session(session_id: int, *, limit_s: float = 30.0) -> None:
+def kill_session(session_id: int, *, limit_s: float = 30.0, grace_s: float = 3.0) -> None:
     """SIGKILL to all processes of the session; returns when none of them is left.
 
-    Raises TimeoutError when one is still there after `limit_s` (stuck in the kernel).
+    Python's resource tracker alone gets `grace_s` to end by itself once the others are gone: all
+    it does then is to remove their shared memory, which would fill the machine's memory otherwise.
+    Raises TimeoutError when a process is still there after `limit_s` (stuck in the kernel).
     """
-    deadline_s = time.monotonic() + limit_s
+    began_s = time.monotonic()
     while processes := session_processes(session_id):
-        if time.monotonic() > deadline_s:
+        elapsed_s = time.monotonic() - began_s
+        if elapsed_s > limit_s:
             raise TimeoutError(f"{len(processes)} processes survive SIGKILL for {limit_s:.0f} s")
         for process in processes:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
+            if elapsed_s < grace_s and _is_resource_tracker(process.pid):
                 continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

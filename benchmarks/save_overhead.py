@@ -6,6 +6,8 @@ else the machine does falls on both alike. Every prompt is new to its server: al
 and, with the connector, saved while the answer is generated.
 
 The time per output token is compared pair by pair; the interval says what the pairs allow to claim.
+Pairs during which other programs took more than a small share of the CPU are asked again with
+other prompts: what they tell is about those programs.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import report
+from benchmarks.load import foreign_ratio, read_cpu
 from benchmarks.metrics_text import increase
 from benchmarks.model import DEFAULT_DIRECTORY, ModelUnavailable, prepare, read_shape
 from benchmarks.progress import Progress
@@ -46,6 +51,11 @@ ANSWER_TOKENS = 96
 BLOCK_TOKENS = 128
 # Whole chunks only are saved; at this prompt length the rest is well below a quarter.
 SAVED_RATIO_MIN = 0.75
+# Two cores of which others use a tenth of one: the noise of a pair is then about as large as
+# that of an idle machine.
+FOREIGN_RATIO_MAX = 0.05
+QUIET_WAIT_LIMIT_S = 30.0
+ATTEMPTS_PER_PAIR = 3
 CPU_SHARE_GOAL = 0.02
 TPOT_RATIO_GOAL = 1.05
 
@@ -64,6 +74,11 @@ class Pair:
     prompt: Prompt
     without: Answer
     with_connector: Answer
+    foreign_ratio: float = 0.0  # share of the CPU that other programs took meanwhile
+
+    @property
+    def quiet(self) -> bool:
+        return self.foreign_ratio <= FOREIGN_RATIO_MAX
 
     @property
     def tpot_ratio(self) -> float:
@@ -95,34 +110,29 @@ def order(pair_index: int) -> tuple[bool, bool]:
 
 
 def measure(
-    without: Server, with_connector: Server, prompts: Sequence[Prompt], progress: Progress
+    without: Server,
+    with_connector: Server,
+    prompts: Sequence[Prompt],
+    pairs_count: int,
+    progress: Progress,
 ) -> tuple[list[Pair], SavingCost]:
-    """Asks all prompts of both servers in turn, and takes the cost of saving over the whole time.
+    """Asks prompts of both servers until `pairs_count` pairs were quiet, or none is left.
 
-    After each request to the connector's server its saves are waited for: writing that goes on
-    would slow the other server down and make the connector look cheaper than it is.
+    Returns all pairs, disturbed ones too, and what saving cost over all of them.
     """
+    sessions = (without.session_id, with_connector.session_id)
     before = with_connector.metrics()
     before_cpu_s = with_connector.engine_cpu_s()
     before_without_cpu_s = without.engine_cpu_s()
-    pairs = []
+    pairs: list[Pair] = []
     for index, prompt in enumerate(prompts):
-        answers: dict[bool, Answer] = {}
-        for connected in order(index):
-            server = with_connector if connected else without
-            answers[connected] = server.ask(prompt.text, max_tokens=ANSWER_TOKENS)
-            require_cold(answers[connected], prompt)
-            if connected:
-                with_connector.wait_saves_published()
-        pair = Pair(prompt, answers[False], answers[True])
+        wait_quiet(sessions)
+        pair = measure_pair(without, with_connector, prompt, order(index))
         pairs.append(pair)
-        progress.step(
-            "pair",
-            index + 1,
-            len(prompts),
-            f"TPOT {pair.without.tpot_s * 1e3:6.2f} ms without, "
-            f"{pair.with_connector.tpot_s * 1e3:6.2f} ms with: {pair.tpot_ratio:.3f}",
-        )
+        quiet_count = sum(each.quiet for each in pairs)
+        progress.step("pair", quiet_count, pairs_count, describe(pair))
+        if quiet_count == pairs_count:
+            break
     after = with_connector.wait_saves_published()
     return pairs, SavingCost(
         threads_cpu_s=increase(before, after, THREAD_CPU_SECONDS),
@@ -130,6 +140,52 @@ def measure(
         engine_without_cpu_s=without.engine_cpu_s() - before_without_cpu_s,
         saved_bytes=increase(before, after, SAVED_BYTES),
     )
+
+
+def measure_pair(
+    without: Server, with_connector: Server, prompt: Prompt, turns: tuple[bool, bool]
+) -> Pair:
+    """One prompt on both servers, in the given order (True: the one with the connector).
+
+    The saves of a request are waited for before the other server is asked: writing that goes on
+    would slow that one down and make the connector look cheaper than it is.
+    """
+    sessions = (without.session_id, with_connector.session_id)
+    began = read_cpu(sessions)
+    answers: dict[bool, Answer] = {}
+    for connected in turns:
+        server = with_connector if connected else without
+        answers[connected] = server.ask(prompt.text, max_tokens=ANSWER_TOKENS)
+        require_cold(answers[connected], prompt)
+        if connected:
+            with_connector.wait_saves_published()
+    taken = foreign_ratio(began, read_cpu(sessions), cores_count=os.cpu_count() or 1)
+    return Pair(prompt, answers[False], answers[True], taken)
+
+
+def describe(pair: Pair) -> str:
+    text = (
+        f"TPOT {pair.without.tpot_s * 1e3:6.2f} ms without, "
+        f"{pair.with_connector.tpot_s * 1e3:6.2f} ms with: {pair.tpot_ratio:.3f}"
+    )
+    return text if pair.quiet else f"{text}; others took {pair.foreign_ratio:.0%} of the CPU"
+
+
+def wait_quiet(session_ids: Sequence[int]) -> None:
+    """Returns when other programs leave the CPU alone for a second, at the latest at the limit."""
+    deadline_s = time.monotonic() + QUIET_WAIT_LIMIT_S
+    while time.monotonic() < deadline_s:
+        began = read_cpu(session_ids)
+        time.sleep(1.0)
+        now = read_cpu(session_ids)
+        if foreign_ratio(began, now, cores_count=os.cpu_count() or 1) <= FOREIGN_RATIO_MAX:
+            return
+
+
+def quietest(pairs: Sequence[Pair], count: int) -> list[Pair]:
+    """The `count` pairs that others disturbed least, in the order in which they were asked."""
+    by_disturbance = sorted(range(len(pairs)), key=lambda index: pairs[index].foreign_ratio)
+    return [pairs[index] for index in sorted(by_disturbance[:count])]
 
 
 def require_cold(answer: Answer, prompt: Prompt) -> None:
@@ -202,6 +258,17 @@ def row(measure: str, unit: str, **cells: report.Cell) -> dict[str, report.Cell]
         ("pairs", "without", "with_connector", "ratio", "ratio_low_95", "ratio_high_95")
     )
     return {"measure": measure, "unit": unit, **empty, **cells}
+
+
+def disturbance_notes(pairs: Sequence[Pair]) -> list[str]:
+    disturbed = sum(not pair.quiet for pair in pairs)
+    if not disturbed:
+        return []
+    worst = max(pair.foreign_ratio for pair in pairs)
+    return [
+        f"the machine was busy: in {disturbed} of {len(pairs)} pairs other programs took more than "
+        f"{FOREIGN_RATIO_MAX:.0%} of the CPU (up to {worst:.0%}); repeat on a quiet machine"
+    ]
 
 
 def make_checks(pairs: Sequence[Pair], cost: SavingCost) -> list[report.Check]:
@@ -288,16 +355,17 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with both_servers(model, arguments.results / "logs", connector, progress) as servers:
             prompts = build_prompts(
-                [PROMPT_TOKENS] * (arguments.pairs + 1),
+                [PROMPT_TOKENS] * (1 + arguments.pairs * ATTEMPTS_PER_PAIR),
                 count_tokens=servers[0].count_tokens,
                 chunk_tokens=BLOCK_TOKENS,
             )
             warm_up(*servers, prompts[:1])
-            pairs, cost = measure(*servers, prompts[1:], progress)
+            asked, cost = measure(*servers, prompts[1:], arguments.pairs, progress)
         filesystem = filesystem_type(store_path)
     finally:
         shutil.rmtree(store_path, ignore_errors=True)
-    require_saves(cost, pairs, read_shape(model).kv_token_bytes)
+    require_saves(cost, asked, read_shape(model).kv_token_bytes)
+    pairs = quietest(asked, arguments.pairs)
     result = report.Result(
         name="save_overhead",
         title="What saving KV costs the engine",
@@ -310,8 +378,11 @@ def run(arguments: argparse.Namespace) -> int:
             "prompt_tokens": PROMPT_TOKENS,
             "answer_tokens": ANSWER_TOKENS,
             "store_filesystem": filesystem,
+            "pairs_asked": len(asked),
+            "foreign_cpu_ratio_max": max(pair.foreign_ratio for pair in pairs),
         },
         notes=[
+            *disturbance_notes(pairs),
             "both servers run side by side in eager mode; one request at a time, order A B B A",
             "ratios are geometric means over the pairs; intervals by bootstrap, 95 %",
         ],

@@ -11,9 +11,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -120,7 +122,7 @@ def parse_size(text: object, name: str) -> int:
         raise ConfigError(
             f'{name}: {text!r} is not a size; write it as "64GiB", "500MB" or an integer of bytes'
         )
-    return int(float(match[1]) * _UNIT_BYTES[match[2]])
+    return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -163,21 +165,27 @@ def load(extra: Mapping[str, Any], env: Mapping[str, str]) -> Loaded:
     config_file = flat_extra.get("config_file", flat_env.get("config_file", ("", "")))[0]
     if config_file:
         values.update(_flatten_input(_read_toml(config_file), str(config_file)))
+        if "config_file" in values:
+            raise ConfigError(f"{config_file}: config_file cannot be set in a file")
     values.update(flat_env)
     values.update(flat_extra)
     config = _build(Config, "", values)
-    _check(config)
-    return Loaded(config, {name: source for name, (_, source) in values.items()})
+    sources = {name: source for name, (_, source) in values.items()}
+    _check(config, sources)
+    return Loaded(config, sources)
 
 
 def _read_toml(path: object) -> dict[str, Any]:
     if not isinstance(path, str):
         raise ConfigError(f"config_file: {path!r} is not a path")
     try:
-        return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except OSError as exc:
         raise ConfigError(f"config_file: cannot read {path}: {exc.strerror}") from exc
-    except tomllib.TOMLDecodeError as exc:
+    except RuntimeError as exc:  # from expanduser
+        raise ConfigError(f"config_file: {path}: {exc}; give an absolute path") from exc
+    except ValueError as exc:  # not TOML, not UTF-8, or not a path at all
         raise ConfigError(f"config_file: {path} is not TOML: {exc}") from exc
 
 
@@ -214,9 +222,10 @@ def _flatten_env(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 def _unknown(name: str, known: list[str]) -> str:
     # A name may be right and only its table missing ("path" for "local.path").
-    leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f'{name}: unknown setting, did you mean "{near[0]}"?'
+    by_lower = {k.lower(): k for k in known}
+    leaf = [k for k in by_lower if k.rpartition(".")[2] == name.lower().rpartition(".")[2]]
+    near = leaf or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
+    return f'{name}: unknown setting, did you mean "{by_lower[near[0]]}"?'
 
 
 def _from_text(text: str, kind: Any) -> Any:
@@ -282,13 +291,14 @@ def _convert(value: Any, kind: Any, name: str, unit: str) -> Any:
     elif int in options and isinstance(value, int):
         return value
     elif float in options and isinstance(value, int | float):
-        return float(value)
+        if abs(value) <= sys.float_info.max:  # neither infinite nor NaN
+            return float(value)
     elif str in options and isinstance(value, str):
         return value
-    if words and isinstance(value, str) and not {int, float, str} & set(options):
-        near = difflib.get_close_matches(value, words, n=1, cutoff=0.0)[0]
-        raise ConfigError(f'{name}: {value!r} is not one of {words}, did you mean "{near}"?')
     plain = [o.__name__ for o in options if isinstance(o, type)]
+    if not plain:
+        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.0)[0]
+        raise ConfigError(f'{name}: {value!r} is not one of {words}, did you mean "{near}"?')
     wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     of_unit = f" of {unit} without a unit" if unit else ""
     expected = " or ".join(wanted[p] + of_unit for p in plain)
@@ -299,8 +309,8 @@ def _or(words: list[str]) -> str:
     return f', or "{words[0]}"' if words else ""
 
 
-def _check(config: Config) -> None:
-    """Range checks that a type cannot express."""
+def _check(config: Config, sources: Mapping[str, str]) -> None:
+    """What a type cannot express. Defaults are right, so a wrong value has a source."""
     positive: dict[str, int | float] = {
         "local.read_threads": config.local.read_threads,
         "local.write_threads": config.local.write_threads,
@@ -311,6 +321,14 @@ def _check(config: Config) -> None:
         positive["chunk_tokens"] = config.chunk_tokens
     for name, value in positive.items():
         if value <= 0:
-            raise ConfigError(f"{name}: {value} must be greater than 0")
-    if not config.local.path:
-        raise ConfigError("local.path: must not be empty; name a directory")
+            raise ConfigError(f"{sources[name]}: {name}: {value} must be greater than 0")
+    path = config.local.path
+    if not path or "\0" in path:
+        raise ConfigError(f"{sources['local.path']}: local.path: {path!r} is not a directory")
+    try:
+        Path(path).expanduser()
+    except RuntimeError as exc:  # no home directory, for instance in a container
+        source = sources.get("local.path", "default")
+        raise ConfigError(
+            f"{source}: local.path: {path!r}: {exc}; name an absolute directory"
+        ) from exc

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import demo, report, save_overhead
+from benchmarks import demo, load, report, save_overhead
 from benchmarks.metrics_text import increase, parse_metrics, total
 from benchmarks.model import ModelShape, is_prepared, read_shape
 from benchmarks.processes import kill_session, session_processes
@@ -303,6 +303,27 @@ class TestProcesses:
         assert session_processes(child.pid) == []
 
 
+class TestLoad:
+    def test_stolen_and_interrupt_time_is_busy_but_waiting_is_not(self) -> None:
+        ticks = load._TICKS_PER_S
+        line = "cpu " + " ".join(str(ticks * value) for value in (1, 2, 3, 400, 500, 6, 7, 8, 0, 0))
+        assert load.busy_seconds(line) == 1 + 2 + 3 + 6 + 7 + 8
+
+    def test_what_others_took_is_the_rest(self) -> None:
+        before = load.CpuReading(at_s=0.0, machine_cpu_s=100.0, ours_cpu_s=10.0)
+        after = load.CpuReading(at_s=10.0, machine_cpu_s=115.0, ours_cpu_s=20.0)
+        assert load.foreign_ratio(before, after, cores_count=2) == pytest.approx(0.25)
+        assert load.foreign_ratio(before, before, cores_count=2) == 0.0
+
+    def test_our_own_work_is_not_foreign(self) -> None:
+        began = load.read_cpu([])
+        while time.process_time() < began.ours_cpu_s + 0.2:
+            pass
+        ended = load.read_cpu([])
+        assert ended.ours_cpu_s - began.ours_cpu_s >= 0.2
+        assert ended.machine_cpu_s - began.machine_cpu_s >= 0.1
+
+
 # -- the demo's arithmetic -----------------------------------------------------------------------
 
 
@@ -423,6 +444,18 @@ class TestSaveOverhead:
         rows = save_overhead.make_rows(self.pairs(1.03), self.cost())
         assert len({tuple(row) for row in rows}) == 1
         assert rows[0]["ratio_low_95"] == pytest.approx(1.03)
+
+    def test_the_least_disturbed_pairs_are_used_in_their_order(self) -> None:
+        pairs = [
+            replace(pair, prompt=Prompt(f"p{index}", "...", 1000), foreign_ratio=ratio)
+            for index, (pair, ratio) in enumerate(
+                zip(self.pairs(1.0), [0.0, 0.9, 0.01, 0.5], strict=False)
+            )
+        ]
+        used = save_overhead.quietest(pairs, 3)
+        assert [pair.prompt.name for pair in used] == ["p0", "p2", "p3"]
+        assert "in 1 of 3 pairs" in save_overhead.disturbance_notes(used)[0]
+        assert not save_overhead.disturbance_notes(used[:2])
 
     def test_a_run_that_saved_too_little_is_refused(self) -> None:
         lazy = replace(self.cost(), saved_bytes=1e6)

@@ -129,13 +129,16 @@ def open_header(buffer: memoryview, key: ChunkKey, shard: Shard) -> Header | Ref
     front[_XXH3_OFFSET : _XXH3_OFFSET + 8] = bytes(8)
     if xxhash.xxh3_64_intdigest(front) != checksum:
         return Refusal(Reason.CORRUPT, "header checksum")
-    # From here on the fields are what the writer wrote, so their lengths can be trusted.
+    # From here on the fields are what the writer wrote. Whether it knew how to is next.
     names = _FIXED.size + name_len
+    at = names + geometry_len
+    needed = -(-payload // segment) if segment else -1
+    if segment_count != needed or at + 8 * segment_count > head or head % ALIGN_BYTES:
+        return Refusal(Reason.CORRUPT, "the sizes in the header contradict each other")
     found = ChunkKey(namespace.hex(), bytes(front[_FIXED.size : names]))
     if found != key or Shard(index, count) != shard:
         return Refusal(Reason.MISMATCH, f"file is of chunk {found}, shard {index} of {count}")
     geometry = bytes(front[names : names + geometry_len])
-    at = names + geometry_len
     sums = struct.unpack_from(f"<{segment_count}Q", front, at)
     return Header(key, shard, geometry, head, payload, segment, sums)
 

@@ -68,12 +68,14 @@ class Index:
         return self._entries.get(key)
 
     def put(self, key: ChunkKey, entry: Entry) -> None:
-        """Add or replace, as the most recently used. Raises Bug on an illegal move."""
-        old = self._entries.pop(key, None)
+        """Add or replace, as the most recently used; pins stay. Raises Bug on an illegal move."""
+        old = self._entries.get(key)
+        if old is None or old.state is not entry.state:
+            _check_move(key, old.state if old else None, entry.state)
         if old is not None:
-            if old.state is not entry.state:
-                _check_move(key, old.state, entry.state)
+            entry.pins += old.pins
             self.used_bytes -= old.stored_bytes
+            del self._entries[key]
         self._entries[key] = entry
         self.used_bytes += entry.stored_bytes
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from fx_kvbackend.core.format import ALIGN_BYTES
 from fx_kvbackend.engines.buffers import aligned
+
+log = logging.getLogger(__name__)
 
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 # One call moves at most this much: larger ones cost twice the CPU when buffered, and a
@@ -51,11 +54,15 @@ class PosixEngine:
             done = 0
             while done < len(data):
                 try:
-                    done += os.pwrite(fd, data[done : done + _CALL_BYTES], done)
+                    put = os.pwrite(fd, data[done : done + _CALL_BYTES], done)
                 except OSError as exc:
                     if not direct or exc.errno not in _REFUSALS:
                         raise
-                    direct = self._go_buffered(fd)
+                    direct = self._go_buffered(path, fd)
+                    continue
+                if put == 0:
+                    raise OSError(errno.EIO, "nothing was written", path)
+                done += put
             if sync:
                 os.fdatasync(fd)
 
@@ -67,7 +74,7 @@ class PosixEngine:
             except OSError as exc:
                 if not direct or exc.errno not in _REFUSALS:
                     raise
-                direct = self._go_buffered(fd)
+                direct = self._go_buffered(path, fd)
                 continue
             if got == 0:
                 break
@@ -84,7 +91,7 @@ class PosixEngine:
         except OSError as exc:
             if not direct or exc.errno not in _REFUSALS:
                 raise
-            self.fallback_count += 1
+            self._count_fallback(path)
             direct = False
             # Linux may have created the file before it refused the flag.
             fd = os.open(path, flags & ~os.O_EXCL, 0o600)
@@ -93,10 +100,15 @@ class PosixEngine:
         finally:
             os.close(fd)
 
-    def _go_buffered(self, fd: int) -> bool:
-        self.fallback_count += 1
+    def _go_buffered(self, path: str, fd: int) -> bool:
+        self._count_fallback(path)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         return False
+
+    def _count_fallback(self, path: str) -> None:
+        self.fallback_count += 1
+        if self.fallback_count == 1 and self.why:  # a probe reports for itself
+            log.warning("%s: O_DIRECT was refused, this call is buffered (said once)", path)
 
 
 def probe(directory: Path, *, allow_direct: bool) -> PosixEngine:
@@ -108,10 +120,11 @@ def probe(directory: Path, *, allow_direct: bool) -> PosixEngine:
         engine = PosixEngine(direct=False, why="direct_io is off")
         _self_test(engine, directory)
         return engine
-    engine = PosixEngine(direct=True, why="probed by writing and reading a file")
+    engine = PosixEngine(direct=True, why="")
     try:
         _self_test(engine, directory)
         if engine.fallback_count == 0:
+            engine.why = "probed by writing and reading a file"
             return engine
         why = "the file system refuses O_DIRECT"
     except OSError as exc:

@@ -1,8 +1,9 @@
 """A cheap fingerprint of model weights that is the same on every host.
 
-A git commit of the hub when the files lie in a hub cache; else names, sizes, the
-safetensors headers (tensor names, shapes, dtypes) and a sample of bytes from the middle of
-the tensors. Two fine-tunes saved under the same path differ; the path does not matter.
+A git commit of the hub and the folder in it when the files lie in a hub cache; else names,
+sizes, the safetensors headers (tensor names, shapes, dtypes) and a sample of bytes from the
+middle of the tensors. Two fine-tunes saved under the same path differ; the path does not
+matter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40}(?:/.*)?)$")
 _SAMPLE_BYTES = 256
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 # Enough to meet every layer of a large model; 480B models have tens of thousands of tensors.
@@ -50,8 +51,9 @@ def _samples(stream: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
     """(offset, length) of what is hashed: a safetensors header whole, tensors in part."""
     try:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        # In any other file this number is noise: read no more than there is, and fail as JSON.
-        header = json.loads(stream.read(min(header_bytes, _MAX_HEADER_BYTES)))
+        # In any other file this number is noise: then read nothing, and fail as JSON.
+        fits = header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES)
+        header = json.loads(stream.read(header_bytes if fits else 0))
         start = 8 + header_bytes
         middles = [
             start + sum(entry["data_offsets"]) // 2

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fx_kvbackend.core.index import Entry, Index, State
@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 # A scan takes at most this share of the time, however large the store is.
 _SCAN_DUTY_RATIO = 0.05
 _SCAN_INTERVAL_S = 60.0
+_SCAN_RETRY_S = 5.0
 _SPACE_INTERVAL_S = 1.0
+_MAX_QUEUED_TOUCHES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Chores:
         self._next_space_s = 0.0
         self.scanned_once = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._failing: set[str] = set()
         self.cpu_s = {"probe": 0.0, "chores": 0.0}
 
     def start(self) -> None:
@@ -89,8 +92,9 @@ class Chores:
         self._todo.put(lambda: self._delete(key))
 
     def touch(self, key: ChunkKey, shard_count: int) -> None:
-        """Record a use on the medium; no answer."""
-        self._todo.put(lambda: self._tier.touch(key, shard_count))
+        """Record a use on the medium; no answer. Left out when much is queued already."""
+        if self._todo.qsize() < _MAX_QUEUED_TOUCHES:
+            self._todo.put(lambda: self._tier.touch(key, shard_count))
 
     def take(self) -> list[Answer]:
         """Answers since the last call, in order."""
@@ -104,8 +108,9 @@ class Chores:
         self._asked.put(None)
         self._todo.put(None)
         for thread in self._threads:
-            thread.join(timeout=2.0)  # a hung medium must not hang the exit
+            thread.join(timeout=1.0)  # a hung medium must not hang the exit
         self._threads = []
+        self._tier.close()
 
     # --- turning the crank ------------------------------------------------------------
 
@@ -120,7 +125,9 @@ class Chores:
             else:
                 keys.append(key)
         if keys:
-            found = self._tier.find(keys)
+            found: dict[ChunkKey, Copies] = {}
+            with self._surviving("probe"):  # what cannot be looked at is not there
+                found = self._tier.find(keys)
             self._answers.put(Answered({key: found.get(key) for key in keys}))
         return going
 
@@ -130,47 +137,60 @@ class Chores:
             work = self._todo.get_nowait()
             if work is None:
                 return False
-            work()
+            with self._surviving("delete or touch"):
+                work()
         now = self._clock()
         if now >= self._next_space_s:
             self._next_space_s = now + _SPACE_INTERVAL_S
-            self._answers.put(self._tier.space())
+            with self._surviving("look at the free space"):
+                self._answers.put(self._tier.space())
         if now >= self._next_scan_s:
-            self.scan()
-            took_s = self._clock() - now
-            pause_s = max(_SCAN_INTERVAL_S, took_s / _SCAN_DUTY_RATIO)
-            self._next_scan_s = self._clock() + pause_s
+            self._next_scan_s = now + _SCAN_RETRY_S
+            with self._surviving("scan"):
+                self.scan()
+                took_s = self._clock() - now
+                pause_s = max(_SCAN_INTERVAL_S, took_s / _SCAN_DUTY_RATIO)
+                self._next_scan_s = self._clock() + pause_s
         return True
 
     def scan(self) -> None:
-        """Sweep leftovers of dead writers, then read the whole medium."""
+        """Sweep leftovers of dead writers, then read the whole medium.
+
+        A scan that fails answers nothing: what it did not see may still be there.
+        """
         swept = self._tier.sweep()
         self._answers.put(ScanStarted())
         self._answers.put(Scanned(build_index(self._tier), swept))
         self.scanned_once.set()
 
     def _delete(self, key: ChunkKey) -> None:
-        self._tier.delete(key)
-        self._answers.put(Deleted(key))
+        try:
+            self._tier.delete(key)
+        finally:  # what is left after all is seen by the next scan
+            self._answers.put(Deleted(key))
 
     def _probe_loop(self) -> None:
-        while self._guarded(self.run_probes):
+        while self.run_probes():
             self.cpu_s["probe"] = time.thread_time()
             self._asked.put(self._asked.get())  # sleep until there is something to do
 
     def _chores_loop(self) -> None:
-        while self._guarded(self.run_chores):
+        while self.run_chores():
             self.cpu_s["chores"] = time.thread_time()
             with contextlib.suppress(queue.Empty):
                 self._todo.put(self._todo.get(timeout=_SPACE_INTERVAL_S))
 
-    def _guarded(self, work: Callable[[], bool]) -> bool:
+    @contextlib.contextmanager
+    def _surviving(self, doing: str) -> Iterator[None]:
+        """One bad chore must not end the thread that all later ones need."""
         try:
-            return work()
+            yield
+            self._failing.discard(doing)
         except Exception:
-            # One bad chore must not end the thread that all later ones need.
-            log.exception("background work on the %s tier failed", self._tier.name)
-            return True
+            # A broken medium fails every second: one traceback says it all.
+            level = logging.DEBUG if doing in self._failing else logging.ERROR
+            log.log(level, "%s tier: failed to %s", self._tier.name, doing, exc_info=True)
+            self._failing.add(doing)
 
 
 def build_index(tier: Tier) -> Index:

@@ -9,6 +9,9 @@ A save is *released* when its blocks are in staging (the engine may reuse them) 
 were verified in staging, and only while its job is open: a job that ended at its deadline
 closes the gate, so late bytes stay in our own memory.
 
+Without `start` nothing runs by itself and a test turns the crank with `run_copy`,
+`run_write` and `run_load`.
+
 `_lock` guards every queue and every job's counters; no I/O or copy happens under it.
 """
 
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = chunkfile.MAX_NAME_BYTES
+
+# How long `close` waits for all threads together: a hung medium must not hang the exit.
+_CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +139,19 @@ class Mover:
         self._plans: dict[tuple[bytes, int], list[Copy]] = {}
         self._cpu_s: dict[str, float] = {}
         self._closed = False
+        self._all_copied = False
         self._threads: list[threading.Thread] = []
         if start:
-            self._start()
+            self._threads.append(self._thread("copy", self._copy_loop))
+            for i in range(settings.read_threads):
+                self._threads.append(self._thread(f"load-{i}", self._load_loop))
+            for i in range(settings.write_threads):
+                self._threads.append(self._thread(f"save-{i}", self._write_loop))
 
-    def _start(self) -> None:
-        loops = [(f"load-{i}", self._load_loop) for i in range(self._settings.read_threads)]
-        loops += [(f"save-{i}", self._write_loop) for i in range(self._settings.write_threads)]
-        for name, loop in [*loops, ("copy", self._copy_loop)]:
-            thread = threading.Thread(target=loop, args=(name,), name=f"fxkv-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+    def _thread(self, name: str, loop: Callable[[str], None]) -> threading.Thread:
+        thread = threading.Thread(target=loop, args=(name,), name=f"fxkv-{name}", daemon=True)
+        thread.start()
+        return thread
 
     # --- the engine's side ------------------------------------------------------------
 
@@ -209,9 +217,10 @@ class Mover:
         Waits for memory copies only: a save without a free staging slot is dropped, a load
         is ended as failed.
         """
+        ids = set(job_ids)
         with self._lock:
-            saves = [self._saves[i] for i in job_ids if i in self._saves]
-            loads = [self._loads[i] for i in job_ids if i in self._loads]
+            saves = [job for job in self._saves.values() if job.job_id in ids]
+            loads = [job for job in self._loads.values() if job.job_id in ids]
             for job in saves:
                 job.waited_for = True
             if saves:
@@ -236,16 +245,46 @@ class Mover:
             self._to_copy.clear()
             for load in list(self._loads.values()):
                 self._end_early(load, Reason.CANCELLED)
-            for ready in (self._load_ready, self._copy_ready, self._write_ready):
-                ready.notify_all()
+            self._load_ready.notify_all()
+            self._copy_ready.notify_all()
+        give_up_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=2.0)  # a hung medium must not hang the exit
+            thread.join(timeout=max(0.0, give_up_s - time.monotonic()))
+            with self._lock:  # the first is the one that copies: it had work for the writers
+                self._all_copied = True
+                self._write_ready.notify_all()
         self._tier.close()
 
     def cpu_seconds(self) -> float:
         """CPU time of this mover's threads so far."""
         with self._lock:
             return sum(self._cpu_s.values())
+
+    # --- turning the crank ------------------------------------------------------------
+
+    def run_copy(self) -> bool:
+        """Copy the next chunk to staging; False when there is none or no slot for it."""
+        with self._lock:
+            work = self._next_copy()
+        if work is not None:
+            self._copy(*work)
+        return work is not None
+
+    def run_write(self) -> bool:
+        """Write the next copied chunk; False when there is none."""
+        with self._lock:
+            work = self._to_write.popleft() if self._to_write else None
+        if work is not None:
+            self._write(*work)
+        return work is not None
+
+    def run_load(self) -> bool:
+        """Load the next chunk; False when there is none."""
+        with self._lock:
+            work = self._to_load.popleft() if self._to_load else None
+        if work is not None:
+            self._load(*work)
+        return work is not None
 
     # --- saves ------------------------------------------------------------------------
 
@@ -258,8 +297,7 @@ class Mover:
                         return
                     self._copy_ready.wait()
                     work = self._next_copy()
-            job, chunk, slot = work
-            self._copy(job, chunk, slot)
+            self._copy(*work)
             self._count_cpu(name)
 
     def _next_copy(self) -> tuple[_Save, SaveChunk, Slot | None] | None:
@@ -298,11 +336,11 @@ class Mover:
         while True:
             with self._lock:
                 while not self._to_write:
-                    if self._closed:
+                    if self._all_copied:
                         return
                     self._write_ready.wait()
-                chunk, slot = self._to_write.popleft()
-            self._write(chunk, slot)
+                work = self._to_write.popleft()
+            self._write(*work)
             self._count_cpu(name)
 
     def _write(self, chunk: SaveChunk, slot: Slot) -> None:
@@ -351,8 +389,8 @@ class Mover:
                     if self._closed:
                         return
                     self._load_ready.wait()
-                job, number = self._to_load.popleft()
-            self._load(job, number)
+                work = self._to_load.popleft()
+            self._load(*work)
             self._count_cpu(name)
 
     def _load(self, job: _Load, number: int) -> None:
@@ -406,6 +444,7 @@ class Mover:
     ) -> Refusal | None:
         """Our share of a chunk that ranks of another tensor-parallel size stored."""
         mine = self._settings.shard
+        covered_bytes = 0
         for index in shards_needed(mine.index, mine.count, chunk.shard_count):
             shard = Shard(index, chunk.shard_count)
             size = self._tier.stored_bytes(chunk.key, shard)
@@ -435,6 +474,12 @@ class Mover:
             refusal = self._through_gate(job, scatter)
             if refusal is not None:
                 return refusal
+            covered_bytes += sum(copy.length for copy in copies)
+        if covered_bytes != geometry.block_bytes:
+            return Refusal(
+                Reason.MISMATCH,
+                f"its shards hold {covered_bytes} of the {geometry.block_bytes} bytes of a block",
+            )
         return None
 
     def _plan(self, header: Header, geometry: Geometry) -> tuple[list[Copy], int] | Refusal:

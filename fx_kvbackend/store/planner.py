@@ -4,11 +4,15 @@ Lives in the scheduler's process and belongs to its thread; slow work goes to `C
 whose answers are absorbed at the start of every call. The medium is the truth: the index
 is a cache of it, so an unknown chunk is asked for (RETRY) before it is a miss, and chunks
 of other engines that share the medium are found.
+
+Order of last use: what one request used counts as used when it ends, its tail first, so
+that eviction shortens a prefix and never beheads it. The medium keeps the same order.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +34,8 @@ _HEADROOM_RATIO = 0.05
 _PENDING_WAIT_S = 5.0
 # An answer from the medium that takes longer is a miss for this request.
 _PROBE_WAIT_S = 2.0
+# Chunks that the medium is being asked for at the same time; more are misses.
+_MAX_QUESTIONS = 1 << 16
 # How long one request's saves may be put off while victims are being deleted.
 _DEFER_S = 2.0
 # The engine is kept stepping for unpublished saves only while some get published.
@@ -74,18 +80,26 @@ class _Writing:
 
     ranks_left: int
     started_s: float
+    request: _Request
+    replaced: Entry | None
+    """What was known of the bad copy that is being replaced."""
     dropped: Reason | None = None
     stored_bytes: int = 0
     shard_count: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Request:
-    """What one request asked the medium, and what it was told is not there."""
+    """What one request asked the medium and was told is not there, used, and has saved."""
 
     asked_s: dict[ChunkKey, float] = field(default_factory=dict)
     absent: set[ChunkKey] = field(default_factory=set)
+    used: dict[ChunkKey, None] = field(default_factory=dict)
+    """In order of first use: heads of a prefix first."""
     deferred_since_s: float | None = None
+    deferred_count: int = 0
+    saving_count: int = 0
+    finished: bool = False
 
 
 class Planner:
@@ -109,12 +123,18 @@ class Planner:
         # Two generations: a change may fall between the start of a scan and our hearing of it.
         self._changed_since_scan: set[ChunkKey] = set()
         self._changed_before: set[ChunkKey] = set()
+        # Used since then, least recently first: a scan may have read older times of use.
+        self._used_since_scan: dict[ChunkKey, None] = {}
+        self._used_before: dict[ChunkKey, None] = {}
         self._writing: dict[ChunkKey, _Writing] = {}
         self._last_progress_s = clock()
         self._requests: dict[str, _Request] = {}
+        self._asking: dict[ChunkKey, list[_Request]] = {}
         self._need_bytes = 0
         self._evicting_bytes = 0
         self._space: Space | None = None
+        self._saved_since_space_bytes = 0
+        self._limits_known = False
         self.capacity_bytes = settings.capacity_bytes or 0
         self._free_floor_bytes = settings.free_floor_bytes or 0
         self._failures_in_row = 0
@@ -137,40 +157,65 @@ class Planner:
     def expect(self, names: Iterable[bytes], request_id: str) -> None:
         """Start looking for chunks that a new request is going to ask for."""
         self._absorb()
-        request = self._requests.setdefault(request_id, _Request())
+        if self._clock() < self._sick_until_s:
+            return
+        request = self._request(request_id)
         for name in names:
             key = ChunkKey(self.namespace, name)
-            if self._index.get(key) is None:
+            if _unknown(self._index.get(key)):
                 self._ask(key, request)
 
     def _lookup(self, key: ChunkKey, request_id: str) -> Answer:
         now = self._clock()
         if now < self._sick_until_s:
             return Answer.MISS
+        request = self._request(request_id)
         entry = self._index.get(key)
-        if entry is not None:
+        if entry is not None and not _unknown(entry):
             if entry.state is State.READY:
+                request.used[key] = None
                 return Answer.HIT
             if entry.state is State.WRITING:
                 fresh = now - self._writing[key].started_s < _PENDING_WAIT_S
                 return Answer.PENDING if fresh else Answer.MISS
             return Answer.MISS
-        request = self._requests.setdefault(request_id, _Request())
         if key in request.absent:
             return Answer.MISS
         if key not in request.asked_s:
-            self._ask(key, request)
-        elif now - request.asked_s[key] > _PROBE_WAIT_S:
-            return Answer.MISS
-        return Answer.RETRY
+            return Answer.RETRY if self._ask(key, request) else Answer.MISS
+        return Answer.MISS if now - request.asked_s[key] > _PROBE_WAIT_S else Answer.RETRY
 
-    def _ask(self, key: ChunkKey, request: _Request) -> None:
+    def _ask(self, key: ChunkKey, request: _Request) -> bool:
+        """Have the medium asked for a chunk; False when too many questions are open."""
+        if key not in self._asking:
+            if len(self._asking) >= _MAX_QUESTIONS:
+                return False
+            self._asking[key] = []
+            self._chores.ask(key)
+        self._asking[key].append(request)
         request.asked_s[key] = self._clock()
-        self._chores.ask(key)
+        return True
+
+    def _request(self, request_id: str) -> _Request:
+        return self._requests.setdefault(request_id, _Request())
 
     def finish_request(self, request_id: str) -> None:
-        """Forget what was answered to this request."""
-        self._requests.pop(request_id, None)
+        """The request asks for nothing more; its loads and saves may still be under way."""
+        self._absorb()
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request.deferred_count:
+            self._drop_saves(request.deferred_count, Reason.FULL)
+        request.finished = True
+        if request.saving_count == 0:
+            self._use_all(request)
+
+    def _use_all(self, request: _Request) -> None:
+        for key in reversed(request.used):
+            entry = self._index.get(key)
+            if entry is not None and entry.state is State.READY:
+                self._use(key, entry)
 
     # --- loads ------------------------------------------------------------------------
 
@@ -190,9 +235,9 @@ class Planner:
         return out
 
     def complete_load(self, names: Iterable[bytes]) -> None:
-        """Unpin chunks; they were used just now. Heads of a prefix stay longest."""
+        """Unpin chunks; they were used just now."""
         self._absorb()
-        for name in reversed(list(names)):
+        for name in names:
             key = ChunkKey(self.namespace, name)
             entry = self._index.get(key)
             if entry is None:
@@ -208,14 +253,27 @@ class Planner:
         entry = self._index.get(key)
         if entry is not None and entry.state in (State.READY, State.SUSPECT):
             if reason is Reason.ABSENT:
-                self._forget(key)
+                self._lost(key, entry)
             elif reason is not Reason.CANCELLED and entry.state is State.READY:
                 self._index.move(key, State.SUSPECT)
                 self._changed_since_scan.add(key)
-        if reason in _NOT_THE_CHUNKS_FAULT:
+        if reason in _NOT_THE_CHUNKS_FAULT and self._clock() >= self._sick_until_s:
             self._failures_in_row += 1
             if reason is Reason.DEADLINE or self._failures_in_row >= _SICK_AFTER_FAILURES:
                 self._fall_sick(reason)
+
+    def _lost(self, key: ChunkKey, entry: Entry) -> None:
+        if not entry.shard_counts:
+            return
+        if entry.shard_counts == (1,):
+            self._forget(key)
+            return
+        # Other shards may be left, and count until a scan has seen what there is.
+        self.events.append((key, True))
+        entry.shard_counts = ()
+        if entry.state is State.READY:
+            self._index.move(key, State.SUSPECT)
+        self._changed_since_scan.add(key)
 
     def loads_succeeded(self) -> None:
         """Some chunk arrived: the tier is well."""
@@ -224,10 +282,7 @@ class Planner:
             self._sick_for_s = _SICK_MIN_S
 
     def _fall_sick(self, reason: Reason) -> None:
-        now = self._clock()
-        if now < self._sick_until_s:
-            return
-        self._sick_until_s = now + self._sick_for_s
+        self._sick_until_s = self._clock() + self._sick_for_s
         log.warning(
             "the store failed to answer (%s); it is left alone for %.0f s", reason, self._sick_for_s
         )
@@ -245,71 +300,94 @@ class Planner:
         being made, try again at the next step.
         """
         self._absorb()
-        wanted = []
-        for name in names:
+        request = self._request(request_id)
+        wanted, stored = [], []
+        for name in dict.fromkeys(names):
             key = ChunkKey(self.namespace, name)
+            request.used[key] = None
             entry = self._index.get(key)
             if entry is None or entry.state is State.SUSPECT:
                 wanted.append(key)
-        for name in reversed(names):  # a use; in this order tails go before heads
-            key = ChunkKey(self.namespace, name)
-            entry = self._index.get(key)
-            if entry is not None and entry.state is State.READY:
-                self._index.touch(key)
-        if not wanted:
-            return []
+            elif entry.state is State.READY:
+                stored.append(key)
+        for key in reversed(stored):
+            self._touch(key)
+        kept = self._fitting(wanted, request)
+        if kept is None:
+            self.tally.add(metrics.DEFERRED_SAVES)
+            return None
+        request.deferred_since_s, request.deferred_count = None, 0
+        return self._accept(kept, request)
+
+    def _fitting(self, wanted: list[ChunkKey], request: _Request) -> list[ChunkKey] | None:
+        """Those there is room for now; the others are counted as dropped. None: wait."""
         refusal = self._may_save()
         if refusal is not None:
             self._drop_saves(len(wanted), refusal)
             return []
-        room = self._room_bytes() // self._settings.chunk_bytes
-        if room < len(wanted):
+        room_count = self._room_bytes() // self._settings.chunk_bytes
+        if room_count < len(wanted) and self._above_floor_count() > 0:
             self._need_bytes = max(self._need_bytes, len(wanted) * self._settings.chunk_bytes)
             self._evict()
-            if self._put_off(request_id):
-                self.tally.add(metrics.DEFERRED_SAVES)
+            if self._put_off(request, len(wanted)):
                 return None
-            self._drop_saves(len(wanted) - room, Reason.FULL)
-            wanted = wanted[:room]
-        else:
-            self._requests.setdefault(request_id, _Request()).deferred_since_s = None
+        for limit, reason in (
+            (self._above_floor_count(), Reason.NO_SPACE),
+            (room_count, Reason.FULL),
+        ):
+            self._drop_saves(len(wanted) - limit, reason)
+            wanted = wanted[:limit]
+        return wanted
+
+    def _accept(self, keys: Sequence[ChunkKey], request: _Request) -> list[tuple[ChunkKey, bool]]:
         now = self._clock()
         accepted = []
-        for key in wanted:
-            accepted.append((key, self._index.get(key) is not None))
-            self._writing[key] = _Writing(self._settings.rank_count, now)
-        for key in reversed(wanted):
-            self._index.put(key, Entry(State.WRITING, self._settings.chunk_bytes))
+        for key in reversed(keys):  # in this order tails are colder than heads
+            old = self._index.get(key)
+            # Until it has been replaced, a bad copy takes its room beside the new one.
+            reserved_bytes = self._settings.chunk_bytes + (old.stored_bytes if old else 0)
+            self._writing[key] = _Writing(self._settings.rank_count, now, request, old)
+            self._index.put(key, Entry(State.WRITING, reserved_bytes))
             self._changed_since_scan.add(key)
-        self._evict()
-        return accepted
+            self._touch(key)
+            accepted.append((key, old is not None))
+        request.saving_count += len(accepted)
+        if accepted:
+            self._last_progress_s = now
+            self._evict()
+        return accepted[::-1]
 
     def _may_save(self) -> Reason | None:
-        if not self._scanned:
+        if not self._limits_known:
             return Reason.SCANNING
         if self._clock() < self._sick_until_s:
             return Reason.SICK
-        if self._space is not None:
-            promised = len(self._writing) * self._settings.chunk_bytes
-            if self._space.free_bytes - promised < self._free_floor_bytes:
-                return Reason.NO_SPACE
         return None
 
     def _room_bytes(self) -> int:
         return max(0, self.capacity_bytes - self._index.used_bytes)
 
-    def _put_off(self, request_id: str) -> bool:
+    def _above_floor_count(self) -> int:
+        """Chunks that fit on the medium without going below the free-space floor."""
+        if self._space is None:
+            return sys.maxsize
+        promised_bytes = len(self._writing) * self._settings.chunk_bytes
+        free_bytes = self._space.free_bytes - self._saved_since_space_bytes - promised_bytes
+        return max(0, free_bytes - self._free_floor_bytes) // self._settings.chunk_bytes
+
+    def _put_off(self, request: _Request, count: int) -> bool:
         """True while waiting for deletions can still make room for this request."""
-        request = self._requests.setdefault(request_id, _Request())
         if self._evicting_bytes == 0:
-            request.deferred_since_s = None
             return False
         now = self._clock()
         if request.deferred_since_s is None:
             request.deferred_since_s = now
+        request.deferred_count = count
         return now - request.deferred_since_s < _DEFER_S
 
     def _drop_saves(self, count: int, reason: Reason) -> None:
+        if count <= 0:
+            return
         self.tally.add(metrics.DROPPED_SAVES, count, reason.value)
         if reason is not Reason.SCANNING and reason not in self._said:
             self._said.add(reason)
@@ -331,19 +409,37 @@ class Planner:
         del self._writing[report.key]
         self._changed_since_scan.add(report.key)
         if writing.dropped is None:
-            entry = self._index.move(report.key, State.READY)
-            self._index.used_bytes += writing.stored_bytes - entry.stored_bytes
-            entry.stored_bytes = writing.stored_bytes
-            entry.shard_counts = (writing.shard_count,)
-            self.events.append((report.key, False))
-            self.tally.add(metrics.SAVES)
-            self.tally.add(metrics.SAVED_BYTES, writing.stored_bytes)
-            return
-        self._drop_saves(1, writing.dropped)
-        if writing.stored_bytes:  # some ranks published: what they wrote is no use alone
-            self._start_deleting(report.key)
+            self._published(report.key, writing)
         else:
-            self._forget(report.key)
+            self._drop_saves(1, writing.dropped)
+            self._not_published(report.key, writing)
+        request = writing.request
+        request.saving_count -= 1
+        if request.finished and request.saving_count == 0:
+            self._use_all(request)
+
+    def _published(self, key: ChunkKey, writing: _Writing) -> None:
+        entry = self._index.move(key, State.READY)
+        stored_bytes = writing.stored_bytes
+        if writing.replaced is not None:
+            # Copies of other shard counts may lie beside it: the medium knows.
+            stored_bytes += writing.replaced.stored_bytes
+            self._chores.ask(key)
+        self._resize(entry, stored_bytes)
+        entry.shard_counts = (writing.shard_count,)
+        self._saved_since_space_bytes += writing.stored_bytes
+        self.events.append((key, False))
+        self.tally.add(metrics.SAVES)
+        self.tally.add(metrics.SAVED_BYTES, writing.stored_bytes)
+
+    def _not_published(self, key: ChunkKey, writing: _Writing) -> None:
+        if writing.stored_bytes:  # some ranks published: what they wrote is no use alone
+            self._start_deleting(key)
+            return
+        self._forget(key)
+        if writing.replaced is not None:  # still there, and still bad
+            bad = writing.replaced
+            self._index.put(key, Entry(State.SUSPECT, bad.stored_bytes, bad.shard_counts))
 
     @property
     def pending_saves(self) -> int:
@@ -358,7 +454,7 @@ class Planner:
 
     def _evict(self) -> None:
         """Start deleting cold chunks when less than the headroom is left."""
-        if not self._scanned:
+        if not self._limits_known:
             return
         capacity = self.capacity_bytes
         headroom = min(max(int(capacity * _HEADROOM_RATIO), self._need_bytes), capacity)
@@ -384,8 +480,17 @@ class Planner:
             self.events.append((key, True))
 
     def _use(self, key: ChunkKey, entry: Entry) -> None:
-        self._index.touch(key)
+        self._touch(key)
         self._chores.touch(key, entry.shard_counts[0])
+
+    def _touch(self, key: ChunkKey) -> None:
+        self._index.touch(key)
+        self._used_since_scan.pop(key, None)
+        self._used_since_scan[key] = None
+
+    def _resize(self, entry: Entry, stored_bytes: int) -> None:
+        self._index.used_bytes += stored_bytes - entry.stored_bytes
+        entry.stored_bytes = stored_bytes
 
     # --- everything else --------------------------------------------------------------
 
@@ -442,23 +547,45 @@ class Planner:
                 case ScanStarted():
                     self._changed_before = self._changed_since_scan
                     self._changed_since_scan = set()
+                    self._used_before = self._used_since_scan
+                    self._used_since_scan = {}
                 case Scanned(index, swept_count):
-                    self._index.adopt(index, self._changed_since_scan | self._changed_before)
-                    if not self._scanned:
-                        self._scanned = True
-                        self._settle_limits()
+                    self._adopt(index)
+                    self._scanned = True
                     if swept_count:
                         self.tally.add(metrics.SWEPT_TEMPORARIES, swept_count)
                 case Space():
                     self._space = answer
+                    self._saved_since_space_bytes = 0
+        if self._scanned and not self._limits_known:
+            self._settle_limits()
+
+    def _adopt(self, scanned: Index) -> None:
+        newer = self._changed_since_scan | self._changed_before
+        gone = [
+            key
+            for key, entry in self._index
+            if entry.shard_counts and scanned.get(key) is None and not entry.live
+        ]
+        self.events += [(key, True) for key in gone if key not in newer]
+        self._index.adopt(scanned, newer)
+        for key in {**self._used_before, **self._used_since_scan}:
+            if self._index.get(key) is not None:
+                self._index.touch(key)
 
     def _settle_limits(self) -> None:
         """Derive what the settings leave open; only now it is known what is ours."""
-        space = self._space or Space(0, 0)
-        if self._settings.capacity_bytes is None:
+        settings = self._settings
+        space = self._space
+        if space is None:
+            if settings.capacity_bytes is None or settings.free_floor_bytes is None:
+                return  # a cap of half of nothing would throw the store away
+            space = Space(0, 0)
+        self._limits_known = True
+        if settings.capacity_bytes is None:
             # With our own bytes, or every restart would halve the store.
             self.capacity_bytes = (space.free_bytes + self._index.used_bytes) // 2
-        if self._settings.free_floor_bytes is None:
+        if settings.free_floor_bytes is None:
             self._free_floor_bytes = space.total_bytes // 20
         log.info(
             "store: %d chunks in %.3f GB, cap %.3f GB, free floor %.3f GB",
@@ -469,9 +596,21 @@ class Planner:
         )
 
     def _answered(self, key: ChunkKey, copies: Copies | None) -> None:
-        for request in self._requests.values():
-            if request.asked_s.pop(key, None) is not None and copies is None:
+        for request in self._asking.pop(key, ()):
+            request.asked_s.pop(key, None)
+            if copies is None:
                 request.absent.add(key)
-        if copies is not None and self._index.get(key) is None:
+        if copies is None:
+            return
+        entry = self._index.get(key)
+        if _unknown(entry):
             self._index.put(key, Entry(State.READY, copies.stored_bytes, copies.shard_counts))
             self._changed_since_scan.add(key)
+        elif entry is not None and entry.state is State.READY:
+            self._resize(entry, copies.stored_bytes)
+            entry.shard_counts = copies.shard_counts
+
+
+def _unknown(entry: Entry | None) -> bool:
+    """Whether only the medium can say: never seen, or seen while somebody was writing it."""
+    return entry is None or (entry.state is State.SUSPECT and not entry.shard_counts)

@@ -1,7 +1,7 @@
 """What a tier is: a place where chunks live, whatever it is made of.
 
 All methods may block and are called from the store's own threads only, several at once.
-None raises for what media do (absent, full, broken): those are `Refusal` values.
+None but `scan` raises for what media do (absent, full, broken): those are `Refusal` values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class Tier(Protocol):
         ...
 
     def scan(self) -> Iterator[Found]:
-        """Every shard stored, in no order; foreign files are passed over."""
+        """Every shard stored, in no order; foreign files are passed over.
+
+        Raises TierUnavailable when it cannot see everything: half a listing would look like
+        free space.
+        """
         ...
 
     def sweep(self) -> int:

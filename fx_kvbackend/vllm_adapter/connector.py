@@ -186,10 +186,21 @@ class FxKVConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
+        _unregister_metrics()
         with_spec = _with_extra(vllm_config, _SPEC)
         return super().build_prom_metrics(
             with_spec, metric_types, labelnames, per_engine_labelvalues
         )
+
+
+def _unregister_metrics() -> None:
+    """Make room for the metrics of another engine in this process, as vLLM does for its own."""
+    import prometheus_client
+
+    ours = {metric.name for metric in metrics.ALL}
+    for collector in list(prometheus_client.REGISTRY._collector_to_names):
+        if getattr(collector, "_name", None) in ours:
+            prometheus_client.REGISTRY.unregister(collector)
 
 
 def _ours(extra: Mapping[str, Any]) -> dict[str, Any]:
