@@ -37,6 +37,7 @@ from benchmarks.server import (
     Server,
     ServerFailed,
     ServerOptions,
+    end_cleanly_on_signals,
     running,
     shown_command,
 )
@@ -464,6 +465,7 @@ def run(arguments: argparse.Namespace) -> int:
 def main() -> int:
     """0 when every check passes, 1 when one misses, 2 when there is no valid result."""
     arguments = parse_arguments()
+    end_cleanly_on_signals()
     try:
         return run(arguments)
     except (DemoFailed, ModelUnavailable, SavesNotPublished, ServerFailed, TextExhausted) as exc:

@@ -4,8 +4,9 @@ The host hands over one byte tensor per layer, shape (num_blocks, row_bytes), of
 first `page_bytes` of a row are the page. `HostPages` serves tensors in DRAM, `DevicePages`
 those on an accelerator.
 
-Order: `mark()` at submission names all compute issued so far; `gather(after=mark)` reads
-the blocks only behind it. Both calls return when the bytes are where they belong.
+Order: `mark()` at submission names all compute issued so far; `after=mark` reads or writes
+the blocks only behind it (a block that is given to a load may still be written by the step
+before). All calls return when the bytes are where they belong.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class HostPages:
                 target[at : at + size] = rows[block, :size]
                 at += size
 
-    def scatter(self, group: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> None:
         """See Pages."""
         source = np.frombuffer(payload, np.uint8)
         at = 0
@@ -92,6 +95,7 @@ class HostPages:
         payload: memoryview,
         stored_block_bytes: int,
         copies: Sequence[Copy],
+        after: Any = None,
     ) -> None:
         """See Pages."""
         source = np.frombuffer(payload, np.uint8)
@@ -106,8 +110,9 @@ class HostPages:
 class DevicePages:
     """KV pages on an accelerator: gathered on it, then moved in one copy per chunk.
 
-    A side stream keeps transfers off the compute stream; `gather` makes it wait for the
-    event of `mark`, so a save never reads a block before the step that fills it.
+    A side stream keeps transfers off the compute stream. It waits for the event of `mark`, so
+    a save never reads a block before the step that fills it, and a load never writes one
+    before a step that still uses it for somebody else.
     """
 
     def __init__(self, groups: Mapping[int, Layers]) -> None:
@@ -135,9 +140,11 @@ class DevicePages:
             torch.frombuffer(out, dtype=torch.uint8).copy_(chunk.reshape(-1), non_blocking=True)
             self._settle()
 
-    def scatter(self, group: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> None:
         """See Pages."""
-        with self._side_stream(None):
+        with self._side_stream(after):
             chunk = self._upload(payload, len(block_ids))
             index = self._index(block_ids)
             at = 0
@@ -153,9 +160,10 @@ class DevicePages:
         payload: memoryview,
         stored_block_bytes: int,
         copies: Sequence[Copy],
+        after: Any = None,
     ) -> None:
         """See Pages."""
-        with self._side_stream(None):
+        with self._side_stream(after):
             chunk = self._upload(payload[: len(block_ids) * stored_block_bytes], len(block_ids))
             index = self._index(block_ids)
             layers = self._groups[group]

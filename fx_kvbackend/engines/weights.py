@@ -50,10 +50,10 @@ def fingerprint(path: Path) -> str | None:
 def _samples(stream: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
     """(offset, length) of what is hashed: a safetensors header whole, tensors in part."""
     try:
-        (header_bytes,) = struct.unpack("<Q", stream.read(8))
-        # In any other file this number is noise: then read nothing, and fail as JSON.
-        fits = header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES)
-        header = json.loads(stream.read(header_bytes if fits else 0))
+        header_bytes, brace = struct.unpack("<Qc", stream.read(9))
+        # In any other file this number is noise: then read no more, and fail as JSON.
+        fits = brace == b"{" and header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES)
+        header = json.loads(brace + stream.read(header_bytes - 1 if fits else 0))
         start = 8 + header_bytes
         middles = [
             start + sum(entry["data_offsets"]) // 2

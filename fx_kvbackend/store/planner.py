@@ -569,9 +569,10 @@ class Planner:
         ]
         self.events += [(key, True) for key in gone if key not in newer]
         self._index.adopt(scanned, newer)
-        for key in {**self._used_before, **self._used_since_scan}:
-            if self._index.get(key) is not None:
-                self._index.touch(key)
+        for used in (self._used_before, self._used_since_scan):
+            for key in used:
+                if self._index.get(key) is not None:
+                    self._index.touch(key)
 
     def _settle_limits(self) -> None:
         """Derive what the settings leave open; only now it is known what is ours."""

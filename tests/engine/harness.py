@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ class Engine:
             if not self.scheduler.has_requests():
                 return
             self.llm.llm_engine.step()
+            time.sleep(0.001)  # as vLLM's own loop does when there is nothing to compute
         raise AssertionError("the engine does not come to rest")
 
     def reset_local(self) -> None:
