@@ -57,6 +57,7 @@ SAVED_RATIO_MIN = 0.75
 FOREIGN_RATIO_MAX = 0.05
 QUIET_WAIT_LIMIT_S = 30.0
 ATTEMPTS_PER_PAIR = 3
+TIME_LIMIT_S = 900.0
 CPU_SHARE_GOAL = 0.02
 TPOT_RATIO_GOAL = 1.05
 
@@ -117,22 +118,26 @@ def measure(
     pairs_count: int,
     progress: Progress,
 ) -> tuple[list[Pair], SavingCost]:
-    """Asks prompts of both servers until `pairs_count` pairs were quiet, or none is left.
+    """Asks prompts of both servers until `pairs_count` pairs were quiet.
 
-    Returns all pairs, disturbed ones too, and what saving cost over all of them.
+    Gives up waiting for quiet after TIME_LIMIT_S, once that many pairs were asked at all. Returns
+    all pairs, disturbed ones too, and what saving cost over all of them.
     """
+    deadline_s = time.monotonic() + TIME_LIMIT_S
     sessions = (without.session_id, with_connector.session_id)
     before = with_connector.metrics()
     before_cpu_s = with_connector.engine_cpu_s()
     before_without_cpu_s = without.engine_cpu_s()
     pairs: list[Pair] = []
     for index, prompt in enumerate(prompts):
-        wait_quiet(sessions)
+        if time.monotonic() < deadline_s:
+            wait_quiet(sessions)
         pair = measure_pair(without, with_connector, prompt, order(index))
         pairs.append(pair)
         quiet_count = sum(each.quiet for each in pairs)
         progress.step("pair", quiet_count, pairs_count, describe(pair))
-        if quiet_count == pairs_count:
+        late = time.monotonic() > deadline_s
+        if quiet_count == pairs_count or (late and len(pairs) >= pairs_count):
             break
     after = with_connector.wait_saves_published()
     return pairs, SavingCost(

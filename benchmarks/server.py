@@ -140,9 +140,9 @@ def _environment(options: ServerOptions) -> dict[str, str]:
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
         # On CPU vLLM keeps one core free, and one more when there is a connector: on two cores the
-        # server without it would compute on one and the server with it on both. All cores for
-        # both makes them comparable, and recompute as fast as this machine can do it.
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        # server without it would compute on one and the server with it on both. One for both
+        # makes them comparable; it is what vLLM does without a connector.
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         # The model lies on disk: nothing is to be looked up or reported over a network.
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -10,7 +10,6 @@ examples/fxkv.toml. A test fails while either says something else than the code.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -63,10 +62,11 @@ def example_toml() -> str:
 def filled(text: str) -> str:
     """The text of README.md with its tables brought up to date."""
     for name, table in (("settings", settings_table()), ("metrics", metrics_table())):
-        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"README.md has no single place for its table of {name}")
-        text = pattern.sub(lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text)
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -166,7 +166,7 @@ class Package:
         """`vllm.__version__`, where it is written down as a literal."""
         found = self.find("vllm", "__version__")
         value = getattr(found.node, "value", None) if found else None
-        return value.value if isinstance(value, ast.Constant) else None
+        return str(value.value) if isinstance(value, ast.Constant) else None
 
     def find(self, module_name: str, dotted: str) -> Found | None:
         """What `dotted` means in a module: through imports, class bodies and base classes."""
@@ -336,8 +336,8 @@ def subclasses(trees: Mapping[str, ast.Module]) -> list[Subclass]:
         imported = imported_names(tree)
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                bases = [imported[b.id] for b in node.bases if getattr(b, "id", "") in imported]
-                out += [Subclass(node, module, name) for module, name in bases]
+                names = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                out += [Subclass(node, *imported[name]) for name in names if name in imported]
     return out
 
 

@@ -28,11 +28,12 @@ from fx_kvbackend.core.geometry import (
 )
 
 COUNTS = (1, 2, 4, 8)
-PACKED_HND, SPLIT_HND, PACKED_NHD, SPLIT_NHD = LAYOUTS = (
+PACKED_HND, SPLIT_HND, PACKED_NHD, SPLIT_NHD, PAIRED_NHD = LAYOUTS = (
     "packed HND",
     "split HND",
     "packed NHD",
     "split NHD",
+    "paired NHD",  # K and V of a token side by side: strided on both sides
 )
 
 
@@ -52,11 +53,14 @@ class Layer(NamedTuple):
             SPLIT_HND: (2, heads, tokens, item),
             PACKED_NHD: (tokens, heads, item),
             SPLIT_NHD: (2, tokens, heads, item),
+            PAIRED_NHD: (tokens, 2, heads, item),
         }[self.layout]
 
     @property
     def head_axis(self) -> int:
-        return {PACKED_HND: 0, SPLIT_HND: 1, PACKED_NHD: 1, SPLIT_NHD: 2}[self.layout]
+        return {PACKED_HND: 0, SPLIT_HND: 1, PACKED_NHD: 1, SPLIT_NHD: 2, PAIRED_NHD: 2}[
+            self.layout
+        ]
 
     def cut(self, canonical: np.ndarray, index: int, count: int) -> bytes:
         """The page that rank `index` of `count` holds."""
@@ -79,6 +83,19 @@ class Layer(NamedTuple):
             case "packed NHD":
                 stride = total * self.item
                 runs = (Run(0, index * one_token, one_token, self.tokens, one_token, stride),)
+            case "paired NHD":
+                stride = total * self.item
+                runs = tuple(
+                    Run(
+                        side * one_token,
+                        side * stride + index * one_token,
+                        one_token,
+                        self.tokens,
+                        2 * one_token,
+                        2 * stride,
+                    )
+                    for side in range(2)
+                )
             case _:
                 stride, half = total * self.item, total * self.tokens * self.item
                 ours = self.tokens * one_token

@@ -36,7 +36,9 @@ class Pages(Protocol):
         """Copy the blocks, in order, into `out` as [block][layer][page]."""
         ...
 
-    def scatter(self, group: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> None:
         """Copy `payload` ([block][layer][page]) into the blocks."""
         ...
 
@@ -47,6 +49,7 @@ class Pages(Protocol):
         payload: memoryview,
         stored_block_bytes: int,
         copies: Sequence[Copy],
+        after: Any = None,
     ) -> None:
         """Copy pieces of another rank's blocks into ours, see `core.geometry.plan_copies`."""
         ...

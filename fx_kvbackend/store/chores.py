@@ -74,7 +74,7 @@ class Chores:
         self.scanned_once = threading.Event()
         self._threads: list[threading.Thread] = []
         self._failing: set[str] = set()
-        self.cpu_s = {"probe": 0.0, "chores": 0.0}
+        self._cpu_s = {"probe": 0.0, "chores": 0.0}
 
     def start(self) -> None:
         """Start both threads."""
@@ -102,6 +102,10 @@ class Chores:
         while not self._answers.empty():
             out.append(self._answers.get_nowait())
         return out
+
+    def cpu_seconds(self) -> float:
+        """CPU time of both threads so far."""
+        return sum(self._cpu_s.values())
 
     def close(self) -> None:
         """Stop both threads; what is queued is left. Idempotent."""
@@ -171,12 +175,12 @@ class Chores:
 
     def _probe_loop(self) -> None:
         while self.run_probes():
-            self.cpu_s["probe"] = time.thread_time()
+            self._cpu_s["probe"] = time.thread_time()
             self._asked.put(self._asked.get())  # sleep until there is something to do
 
     def _chores_loop(self) -> None:
         while self.run_chores():
-            self.cpu_s["chores"] = time.thread_time()
+            self._cpu_s["chores"] = time.thread_time()
             with contextlib.suppress(queue.Empty):
                 self._todo.put(self._todo.get(timeout=_SPACE_INTERVAL_S))
 

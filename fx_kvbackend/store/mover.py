@@ -86,6 +86,7 @@ class _Load:
     started_s: float
     deadline_s: float
     chunks: Sequence[LoadChunk]
+    mark: Any
     arrived: set[int] = field(default_factory=set)
     failures: dict[int, Reason] = field(default_factory=dict)
     loaded_bytes: int = 0
@@ -178,7 +179,8 @@ class Mover:
     def submit_load(self, job_id: int, chunks: Sequence[LoadChunk]) -> None:
         """Load chunks into blocks. Returns at once; ends by the deadline whatever happens."""
         now = self._clock()
-        job = _Load(job_id, len(chunks), now, now + self._settings.load_deadline_s, chunks)
+        deadline_s = now + self._settings.load_deadline_s
+        job = _Load(job_id, len(chunks), now, deadline_s, chunks, self._pages.mark())
         with self._lock:
             self._loads[job_id] = job
             if not chunks:
@@ -436,7 +438,10 @@ class Mover:
         blocks = geometry.span(chunk.first_block, len(chunk.block_ids))
         payload = into[header.header_bytes : header.header_bytes + header.payload_bytes]
         return self._through_gate(
-            job, lambda: self._pages.scatter(chunk.group, chunk.block_ids, payload[blocks])
+            job,
+            lambda: self._pages.scatter(
+                chunk.group, chunk.block_ids, payload[blocks], after=job.mark
+            ),
         )
 
     def _fetch_from_others(
@@ -468,7 +473,7 @@ class Mover:
                 copies: Sequence[Copy] = copies,
             ) -> None:
                 self._pages.scatter_pieces(
-                    chunk.group, chunk.block_ids, payload, block_bytes, copies
+                    chunk.group, chunk.block_ids, payload, block_bytes, copies, after=job.mark
                 )
 
             refusal = self._through_gate(job, scatter)

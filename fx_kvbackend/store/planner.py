@@ -40,6 +40,8 @@ _MAX_QUESTIONS = 1 << 16
 _DEFER_S = 2.0
 # The engine is kept stepping for unpublished saves only while some get published.
 _PROGRESS_S = 30.0
+# Smaller news of CPU time would send statistics at every step.
+_CPU_GRAIN_S = 0.01
 _SICK_AFTER_FAILURES = 3
 _SICK_MIN_S = 10.0
 _SICK_MAX_S = 300.0
@@ -141,6 +143,7 @@ class Planner:
         self._sick_until_s = 0.0
         self._sick_for_s = _SICK_MIN_S
         self._said: set[str] = set()
+        self._cpu_told_s = 0.0
         self.tally = Tally()
         self.events: list[tuple[ChunkKey, bool]] = []
         """(chunk, removed) in order, for hosts that publish cache events; emptied by them."""
@@ -518,7 +521,11 @@ class Planner:
         self._evict()
 
     def refresh_gauges(self) -> None:
-        """Bring the gauges in `tally` up to date."""
+        """Bring the gauges in `tally`, and the CPU time of the background, up to date."""
+        cpu_s = self._chores.cpu_seconds()
+        if cpu_s - self._cpu_told_s > _CPU_GRAIN_S:
+            self.tally.add(metrics.THREAD_CPU_SECONDS, cpu_s - self._cpu_told_s)
+            self._cpu_told_s = cpu_s
         self.tally.set(metrics.PENDING_SAVES, self.pending_saves)
         self.tally.set(metrics.USED_BYTES, self._index.used_bytes)
         self.tally.set(metrics.CAPACITY_BYTES, self.capacity_bytes)

@@ -24,6 +24,6 @@ def use_host_logging() -> None:
     """Let our log lines come out where vLLM's do, unless they have a place of their own."""
     ours, theirs = logging.getLogger("fx_kvbackend"), logging.getLogger("vllm")
     if not ours.handlers:
-        ours.handlers = theirs.handlers
+        ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = theirs.propagate

@@ -70,7 +70,6 @@ class FxWorker(OffloadingWorker):
         self._geometries = geometries
         """by group id, in the order of the host's group lists"""
         self._loads: dict[int, LoadSpec] = {}
-        self._expedited: set[int] = set()
         self._results: list[TransferResult] = []
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -106,6 +105,7 @@ class FxWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
+        # `expedited` (vLLM 0.33) is for loads within a step, which need a setting that we refuse.
         if not isinstance(src_spec, LoadSpec):
             raise Bug(f"load job with {type(src_spec).__name__}")
         chunks: list[LoadChunk] = []
@@ -117,8 +117,6 @@ class FxWorker(OffloadingWorker):
             for (key, _, count), (first, blocks) in zip(wanted, pieces, strict=True):
                 chunks.append(LoadChunk(key, group, first, blocks, count))
         self._loads[job_id] = src_spec
-        if expedited:
-            self._expedited.add(job_id)
         self._mover.submit_load(job_id, chunks)
         return True
 

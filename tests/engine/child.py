@@ -8,6 +8,7 @@ Run as a module it is the other side: JSON lines in, JSON lines marked with MARK
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -78,17 +79,13 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL the whole process group that was started here, and wait. Idempotent."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -21,6 +21,12 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return models.olmo3(tmp_path_factory.mktemp("olmo3"))
 
 
+@pytest.fixture(scope="session")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with recurrent layers beside attention."""
+    return models.qwen3_next(tmp_path_factory.mktemp("qwen3_next"))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A fresh directory for chunks."""

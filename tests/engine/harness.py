@@ -60,7 +60,7 @@ class Engine:
                     settings[name] = {**settings.get(name, {}), **value}
                 else:
                     settings[name] = value
-            more = {} if policy is None else {"kv_load_failure_policy": policy}
+            more: dict[str, Any] = {} if policy is None else {"kv_load_failure_policy": policy}
             kwargs["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=connector,
                 kv_role="kv_both",
@@ -75,7 +75,11 @@ class Engine:
             "disable_log_stats": False,
             **kwargs,
         }
-        self.llm = LLM(model, skip_tokenizer_init=True, enforce_eager=True, **options)
+        try:
+            self.llm = LLM(model, skip_tokenizer_init=True, enforce_eager=True, **options)
+        except BaseException:
+            _forget_engine()
+            raise
         self.core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.scheduler: Any = self.core.scheduler
         self._requests = 0
@@ -112,7 +116,7 @@ class Engine:
         request_id = f"r{self._requests}"
         self.llm.llm_engine.add_request(
             request_id,
-            {"prompt_token_ids": list(prompt)},  # type: ignore[arg-type]
+            {"prompt_token_ids": list(prompt)},
             self.params(max_tokens),
         )
         return request_id
@@ -160,7 +164,8 @@ class Engine:
         """The connector's worker (of this process's only rank)."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        group: Any = get_kv_transfer_group()
+        return group._worker
 
     def counter(self, metric: Any, *labels: str) -> float:
         """Value of one exported counter or gauge."""
@@ -226,15 +231,20 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down and free what it holds in this process."""
-        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
         self.core.shutdown()
-        ensure_kv_transfer_shutdown()
-        destroy_model_parallel()
-        destroy_distributed_environment()
         del self.llm, self.core, self.scheduler
-        gc.collect()
+        _forget_engine()
+
+
+def _forget_engine() -> None:
+    """Clear what vLLM keeps per process, also after a start that failed half-way."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    gc.collect()
 
 
 @contextmanager

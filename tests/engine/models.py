@@ -53,6 +53,32 @@ def olmo3(path: Path, *, window: int = 512, seed: int = 1) -> str:
     return _save(Olmo3ForCausalLM(config), path, seed)
 
 
+def qwen3_next(path: Path, *, seed: int = 1) -> str:
+    """Recurrent layers (a state per request, stored at block ends) and attention layers."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    return _save(Qwen3NextForCausalLM(config), path, seed)
+
+
 def _save(model: torch.nn.Module, path: Path, seed: int) -> str:
     torch.manual_seed(seed)
     with torch.no_grad():

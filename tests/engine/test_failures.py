@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from fx_kvbackend import metrics
-from fx_kvbackend.engines import posix
 from fx_kvbackend.records import Reason
 from tests.engine import chunks
 from tests.engine.damage import BAD, DAMAGE, TOKENS
@@ -49,7 +48,8 @@ def _clean_load_of(running: Engine, one: list[int], chunks_loaded: int) -> Answe
     running.reset_local()
     params = running.params(8)
     params.extra_args = {"kv_transfer_params": {"max_load_tokens": chunks_loaded * BLOCK}}
-    (out,) = running.llm.generate([{"prompt_token_ids": one}], params, use_tqdm=False)
+    prompts: Any = [{"prompt_token_ids": one}]
+    (out,) = running.llm.generate(prompts, params, use_tqdm=False)
     running.settle()
     answer = Answer(tuple(out.outputs[0].token_ids), out.num_cached_tokens or 0)
     assert answer.cached == chunks_loaded * BLOCK
@@ -112,7 +112,7 @@ def test_errors_of_the_medium(
         return open_file(path, flags, mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(posix.os, "open", failing_open)
+        patch.setattr(os, "open", failing_open)
         fresh.reset_local()
         assert fresh.ask_one(one).tokens == expected.tokens
     assert fresh.counter(metrics.FAILED_LOADS, reason.value) == counted + 1

@@ -10,7 +10,7 @@ import pytest
 
 from fx_kvbackend import metrics
 from tests.engine import chunks
-from tests.engine.harness import Answer, Engine, engine
+from tests.engine.harness import Answer, Engine, engine, stored_files
 from tests.engine.models import BLOCK, prompt
 
 pytestmark = pytest.mark.vllm
@@ -43,6 +43,28 @@ def test_external_hit_equals_local_hit_at_equal_depth(
         assert [a.cached for a in external] == _hits(PROMPTS)
         assert external == local
         assert running.counter(metrics.FAILED_LOADS) == 0
+
+
+def test_recurrent_state_comes_back(recurrent: str, store: Path, tmp_path: Path) -> None:
+    """Linear attention keeps one state per request: a hit needs exactly the one at its end."""
+    prompts = [prompt(seed, 3000 + 300 * seed) for seed in range(3)]
+    options = {"dtype": "bfloat16", "enable_prefix_caching": True}
+    with engine(recurrent, store, extra={"chunk_tokens": "auto"}, **options) as running:
+        running.ask(prompts)
+        local = running.ask(prompts)
+        assert all(a.cached > 0 for a in local)
+        assert running.counter(metrics.LOADS) == 0
+        running.reset_local()
+        assert running.ask(prompts) == local
+        assert running.counter(metrics.LOADS) > 0
+        assert running.counter(metrics.FAILED_LOADS) == 0
+        for file in stored_files(store):
+            _, payload = chunks.read(file)
+            chunks.replace_payload(file, bytes(len(payload)))
+        running.reset_local()
+        answers = running.ask(prompts)
+        assert [a.cached for a in answers] == [a.cached for a in local]
+        assert all(e.tokens != a.tokens for e, a in zip(answers, local, strict=True))
 
 
 def test_a_connector_that_moves_nothing_is_caught(llama: str, store: Path) -> None:

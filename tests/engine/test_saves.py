@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fx_kvbackend import metrics
-from fx_kvbackend.engines import posix
 from fx_kvbackend.records import Reason
 from tests.engine import chunks
 from tests.engine.damage import BAD, TOKENS
@@ -46,7 +45,7 @@ def test_saves_that_fail_cost_nothing_else(
                 raise OSError(errno.ENOSPC, "disk full")
             return pwrite(fd, data, offset)
 
-        monkeypatch.setattr(posix.os, "pwrite", failing)
+        monkeypatch.setattr(os, "pwrite", failing)
         two = prompt(9002, TOKENS)
         running.ask_one(two)
         assert running.counter(metrics.DROPPED_SAVES, Reason.NO_SPACE.value) == 7
