@@ -79,7 +79,7 @@ class ArrayPages:
             for group, geometry in geometries.items()
         }
 
-    def mark(self) -> None:
+    def mark(self) -> Any:
         return None
 
     def block(self, group: int, block: int) -> bytes:
@@ -95,7 +95,9 @@ class ArrayPages:
     def gather(self, group: int, block_ids: Sequence[int], out: memoryview, after: Any) -> None:
         out[:] = b"".join(self.block(group, block) for block in block_ids)
 
-    def scatter(self, group: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> None:
         size = len(payload) // len(block_ids)
         for i, block in enumerate(block_ids):
             self.fill(group, block, bytes(payload[i * size : (i + 1) * size]))
@@ -107,6 +109,7 @@ class ArrayPages:
         payload: memoryview,
         stored_block_bytes: int,
         copies: Sequence[Copy],
+        after: Any = None,
     ) -> None:
         for i, block in enumerate(block_ids):
             for layer, start, to, length in copies:

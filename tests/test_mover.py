@@ -108,9 +108,11 @@ class Held(ArrayPages):
         self._enter("gather")
         super().gather(group, block_ids, out, after)
 
-    def scatter(self, group: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> None:
         self._enter("scatter")
-        super().scatter(group, block_ids, payload)
+        super().scatter(group, block_ids, payload, after)
 
 
 def filled(geometries: Mapping[int, Geometry] = SMALL) -> Held:
@@ -372,6 +374,49 @@ def test_each_rank_writes_its_own_shard(build: Callable[..., Mover]) -> None:
         assert report.shard_count == 4
         assert report.stored_bytes == len(medium.shards[key(1), shard].data)
     assert medium.shards.keys() == {(key(1), shard) for shard in ranks(4)}
+
+
+def test_copies_are_ordered_behind_the_compute_issued_before_their_job(
+    build: Callable[..., Mover],
+) -> None:
+    class Marked(ArrayPages):
+        now = 0
+        seen: list[tuple[str, int]] = []
+
+        def mark(self) -> int:
+            return self.now
+
+        def gather(self, *args: Any) -> None:
+            self.seen.append(("gather", args[-1]))
+            super().gather(*args)
+
+        def scatter(self, *args: Any, after: Any = None) -> None:
+            self.seen.append(("scatter", after))
+            super().scatter(*args)
+
+        def scatter_pieces(self, *args: Any, after: Any = None) -> None:
+            self.seen.append(("pieces", after))
+            super().scatter_pieces(*args)
+
+    medium = Medium()
+    for shard in [WHOLE, *ranks(2)]:
+        geometries = {0: heads(shard)}
+        pages = Marked(geometries, BLOCKS)
+        mover = build(DictTier(medium), pages, geometries, shard=shard, start=False)
+        pages.now = 1
+        mover.submit_save(1, [to_save(1, 0, 1, 2)])
+        pages.now = 2
+        assert mover.run_copy()
+        assert mover.run_write()
+        mover.submit_load(2, [to_load(1, 3, 4, 5, of=shard.count)])
+        pages.now = 3
+        assert mover.run_load()
+    pages.seen.clear()
+    mover.submit_load(3, [to_load(1, 3, 4, 5, of=1)])
+    pages.now = 4
+    assert mover.run_load()
+    assert pages.seen == [("pieces", 3)]
+    assert Marked.seen == pages.seen
 
 
 # --- staging -----------------------------------------------------------------------------

@@ -569,12 +569,14 @@ class Planner:
 
     def _adopt(self, scanned: Index) -> None:
         newer = self._changed_since_scan | self._changed_before
-        gone = [
-            key
-            for key, entry in self._index
-            if entry.shard_counts and scanned.get(key) is None and not entry.live
-        ]
-        self.events += [(key, True) for key in gone if key not in newer]
+        for key, entry in self._index:
+            if not entry.shard_counts or entry.live:
+                continue
+            seen = scanned.get(key)
+            if seen is None and key not in newer:
+                self.events.append((key, True))  # somebody deleted it
+            elif seen is not None and entry.state is State.SUSPECT:
+                self._resize(entry, seen.stored_bytes)  # our word on it stays, not its size
         self._index.adopt(scanned, newer)
         for used in (self._used_before, self._used_since_scan):
             for key in used:

@@ -158,6 +158,8 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.kv_cache_utils": {"resolve_none_hash_seed": ("hash_fn",)},
     "vllm.config.kv_transfer": {
         "KVTransferConfig": ("kv_connector_extra_config", "kv_load_failure_policy"),
+        "KVTransferConfig.is_kv_consumer": (),
+        "KVTransferConfig.is_kv_producer": (),
     },
     "vllm.utils.hashing": {"get_hash_fn_by_name": ("hash_fn_name",)},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource.DISK": ()},

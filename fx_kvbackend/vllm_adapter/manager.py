@@ -66,8 +66,10 @@ class _Salt:
 class FxManager(OffloadingManager):
     """Runs in the scheduler's process, on its thread."""
 
-    def __init__(self, planner: Planner, *, events: bool) -> None:
+    def __init__(self, planner: Planner, *, loads: bool, saves: bool, events: bool) -> None:
         self.planner = planner
+        self._loads = loads
+        self._saves = saves
         self._events = events
         self._salts: dict[str, bytes] = {}
 
@@ -77,6 +79,8 @@ class FxManager(OffloadingManager):
 
     def expect(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
         """Begin to look for the chunks of a request that was just announced."""
+        if not self._loads:
+            return
         salt = self._salts.get(req_id)
         self.planner.expect((_mix(key, salt) for key in keys), req_id)
 
@@ -89,6 +93,8 @@ class FxManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._loads:
+            return LookupResult.MISS
         return _RESULT[self.planner.lookup(_name(key, req_context), req_context.req_id)]
 
     @override
@@ -110,7 +116,7 @@ class FxManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        names = {_name(key, req_context): key for key in keys}
+        names = {_name(key, req_context): key for key in keys if self._saves}
         accepted = self.planner.prepare_save(list(names), req_context.req_id)
         if accepted is None:
             return None

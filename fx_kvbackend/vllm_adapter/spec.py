@@ -109,7 +109,13 @@ class FxSpec(OffloadingSpec):
             shard_count=ranks,
             chunk_bytes=per_rank * ranks,
         )
-        return FxManager(planner, events=self.kv_events_config.enable_kv_cache_events)
+        transfer = setup.vllm_config.kv_transfer_config
+        return FxManager(
+            planner,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            events=self.kv_events_config.enable_kv_cache_events,
+        )
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -44,6 +44,7 @@ class Engine:
         connector: str = "FxKVConnector",
         module: str | None = None,
         policy: str | None = None,
+        role: str = "kv_both",
         **kwargs: Any,
     ) -> None:
         from vllm import LLM
@@ -63,7 +64,7 @@ class Engine:
             more: dict[str, Any] = {} if policy is None else {"kv_load_failure_policy": policy}
             kwargs["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=connector,
-                kv_role="kv_both",
+                kv_role=role,  # type: ignore[arg-type]
                 kv_connector_module_path=module,
                 kv_connector_extra_config=settings,
                 **more,

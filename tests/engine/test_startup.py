@@ -16,7 +16,7 @@ from fx_kvbackend import metrics
 from fx_kvbackend.errors import ConfigError, HostError, TierUnavailable
 from fx_kvbackend.records import Reason
 from fx_kvbackend.vllm_adapter import connector as connector_module
-from tests.engine.harness import engine
+from tests.engine.harness import engine, stored_files
 from tests.engine.models import prompt
 
 pytestmark = pytest.mark.vllm
@@ -158,3 +158,30 @@ def test_failure_policy(
     config = settings.load({"load_failure_policy": ours}, {}).config
     connector_module._choose_failure_policy(transfer, config)
     assert transfer.kv_load_failure_policy == effective
+
+
+def test_the_connectors_name_is_the_whole_configuration(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for cached in (0, 512):
+        config = KVTransferConfig(kv_connector="FxKVConnector", kv_role="kv_both")
+        with engine(llama, None, kv_transfer_config=config) as running:
+            assert running.ask_one(ONE).cached == cached
+            assert running.counter(metrics.CAPACITY_BYTES) > 0
+    assert len(stored_files(tmp_path / ".cache" / "fx_kvbackend")) > 0
+
+
+def test_a_producer_saves_and_a_consumer_loads(llama: str, store: Path) -> None:
+    with engine(llama, store, role="kv_producer") as running:
+        running.ask_one(ONE)
+        running.reset_local()
+        assert running.ask_one(ONE).cached == 0
+        assert running.counter(metrics.SAVES) == 4
+    with engine(llama, store, role="kv_consumer") as running:
+        assert running.ask_one(ONE).cached == 512
+        running.ask_one(prompt(2, 600))
+        assert running.counter(metrics.SAVES) == 0
+    assert len(stored_files(store)) == 4
