@@ -21,6 +21,7 @@ import math
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +57,14 @@ SPEEDUP_GOAL = 10.0
 CHUNK_TOKENS = 128
 ANSWER_TOKENS = 32
 
+LOADS = "fxkv:loads"
+FAILED_LOADS = "fxkv:failed_loads"
 LOADED_BYTES = "fxkv:loaded_bytes"
 # Loads that the backend chose not to do because computing is faster: legal, and no miss.
 DECLINED_LOADS = "fxkv:declined_loads"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
+# Counters may reach /metrics a moment after the answer that they are about.
+METRICS_LIMIT_S = 5.0
 
 
 class DemoFailed(Exception):
@@ -72,8 +77,20 @@ class Restored:
 
     answer: Answer
     external_tokens: float
+    loaded_chunks: float
     loaded_bytes: float
+    failed_loads: float
     declined_loads: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that came out of the store, on every account of them.
+
+        vLLM reports the tokens that it was promised, also when a load then failed and they were
+        computed again; only chunks that were loaded and verified count.
+        """
+        loaded_tokens = self.loaded_chunks * CHUNK_TOKENS
+        return min(self.answer.cached_tokens, round(self.external_tokens), round(loaded_tokens))
 
 
 @dataclass(slots=True)
@@ -157,18 +174,34 @@ def run_restored(
         before = server.metrics()
         for number, trial in enumerate(trials, 1):
             answer = ask(server, trial.prompt)
-            after = server.metrics()
-            trial.restored.append(restored_from(answer, before, after))
+            after = settled_metrics(server, before, answer)
+            restored = restored_from(answer, before, after)
+            trial.restored.append(restored)
             before = after
-            progress.step("restored", number, len(trials), describe(answer))
+            text = f"{describe(answer)}, {restored.loaded_chunks:.0f} chunks loaded"
+            progress.step("restored", number, len(trials), text)
         server.kill()
+
+
+def settled_metrics(server: Server, before: Metrics, answer: Answer) -> Metrics:
+    """The metrics once they account for all tokens that the answer claims, or at the limit."""
+    deadline_s = time.monotonic() + METRICS_LIMIT_S
+    while True:
+        after = server.metrics()
+        if restored_from(answer, before, after).tokens >= answer.cached_tokens:
+            return after
+        if time.monotonic() > deadline_s:
+            return after
+        time.sleep(0.1)
 
 
 def restored_from(answer: Answer, before: Metrics, after: Metrics) -> Restored:
     return Restored(
         answer=answer,
         external_tokens=increase(before, after, EXTERNAL_HITS),
+        loaded_chunks=increase(before, after, LOADS),
         loaded_bytes=increase(before, after, LOADED_BYTES),
+        failed_loads=increase(before, after, FAILED_LOADS),
         declined_loads=increase(before, after, DECLINED_LOADS),
     )
 
@@ -208,8 +241,7 @@ def hit_ratio(trials: Sequence[Trial]) -> float:
     for trial in trials:
         for each in trial.restored:
             possible += full_chunk_tokens(each.answer.prompt_tokens, CHUNK_TOKENS)
-            # External tokens as well as cached ones: a local hit is not a restore.
-            restored += min(each.answer.cached_tokens, round(each.external_tokens))
+            restored += each.tokens
     return restored / possible if possible else 0.0
 
 
@@ -220,7 +252,7 @@ def make_row(length_tokens: int, trials: Sequence[Trial]) -> dict[str, report.Ce
     local_s = [trial.local.ttft_s for trial in trials if trial.local]
     restored = [each for trial in trials for each in trial.restored]
     restored_s = [each.answer.ttft_s for each in restored]
-    pairs = [(t.local, each.answer) for t in trials if t.local for each in t.restored]
+    pairs = [(t.local, each) for t in trials if t.local for each in t.restored]
     possible = sum(full_chunk_tokens(e.answer.prompt_tokens, CHUNK_TOKENS) for e in restored)
     return {
         "prompt_tokens": length_tokens,
@@ -233,13 +265,14 @@ def make_row(length_tokens: int, trials: Sequence[Trial]) -> dict[str, report.Ce
         "restored_ttft_p50_s": median(restored_s),
         "restored_ttft_p99_s": percentile(restored_s, 99),
         "speedup_p50": median(cold_s) / median(restored_s),
-        "hit_tokens": sum(each.answer.cached_tokens for each in restored),
+        "hit_tokens": sum(each.tokens for each in restored),
         "full_chunk_tokens": possible,
         "loaded_bytes": round(sum(each.loaded_bytes for each in restored)),
+        "failed_loads": round(sum(each.failed_loads for each in restored)),
         "declined_loads": round(sum(each.declined_loads for each in restored)),
-        "same_depth": all(a.cached_tokens == b.cached_tokens for a, b in pairs),
-        "logprob_gap": max(logprob_gap(a, b) for a, b in pairs),
-        "identical": all(same_answer(a, b) for a, b in pairs),
+        "same_depth": all(local.cached_tokens == each.tokens for local, each in pairs),
+        "logprob_gap": max(logprob_gap(local, each.answer) for local, each in pairs),
+        "identical": all(same_answer(local, each.answer) for local, each in pairs),
     }
 
 
@@ -276,9 +309,14 @@ def make_notes(
         "one request at a time",
         "identical: restored answers against local prefix hits of equal depth, token by token",
     ]
+    failed = sum(int(row["failed_loads"] or 0) for row in rows)
+    if failed:
+        notes.append(f"chunks that failed to load and were computed again: {failed}")
+    if not all(row["same_depth"] for row in rows):
+        notes.append("restored and local answers differ in depth: their comparison proves nothing")
     declined = sum(int(row["declined_loads"] or 0) for row in rows)
     if declined:
-        notes.append(f"{declined} loads were declined as slower than recompute; they are no misses")
+        notes.append(f"loads declined as slower than recompute, which are no misses: {declined}")
     if all(row["prompt_tokens"] != SPEEDUP_LENGTH_TOKENS for row in rows):
         notes.append("ttft_speedup_7k needs the 7k prompts: run without --quick")
     if settings["store_filesystem"] in ("tmpfs", "ramfs"):
@@ -338,7 +376,7 @@ def answers_section(trials: Sequence[Trial]) -> tuple[str, str]:
         {
             "prompt": trial.prompt.name,
             "tokens": trial.local.prompt_tokens,
-            "cached": each.answer.cached_tokens,
+            "restored tokens": each.tokens,
             "local answer": trial.local.text,
             "restored answer": each.answer.text,
         }

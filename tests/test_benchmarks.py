@@ -350,7 +350,7 @@ def trial(length: int = 1000, *, hit: int | None = None, restored_s: float = 0.1
         recomputed=answer(ttft_s=2.0, tokens=length),
         saved=answer(ttft_s=2.1, tokens=length),
         local=answer(cached=depth, ttft_s=0.05, tokens=length),
-        restored=[demo.Restored(restored, hit, hit * 23040, 0)],
+        restored=[demo.Restored(restored, hit, hit / demo.CHUNK_TOKENS, hit * 23040, 0, 0)],
     )
 
 
@@ -385,6 +385,15 @@ class TestDemo:
         local_hit = trial()
         local_hit.restored[0] = replace(local_hit.restored[0], external_tokens=0.0)
         assert checks([local_hit])["hit_ratio"].value == 0.0
+
+    def test_tokens_whose_load_failed_are_no_restore(self) -> None:
+        # vLLM still reports all of them as cached, and computes them again.
+        failed = trial()
+        failed.restored[0] = replace(failed.restored[0], loaded_chunks=6, failed_loads=1)
+        found = checks([failed])
+        assert not found["hit_ratio"].passed
+        assert found["hit_ratio"].value == pytest.approx(6 / 7)
+        assert not found["answers_identical"].passed
 
     def test_no_restore_at_all_is_a_ratio_of_zero(self) -> None:
         assert demo.hit_ratio([]) == 0.0

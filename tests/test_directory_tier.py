@@ -193,7 +193,7 @@ def test_two_writers_never_share_a_temporary_name(tmp_path: Path) -> None:
 
 
 def test_names_stay_short_whatever_the_host_calls_its_model(tmp_path: Path) -> None:
-    root = tmp_path / ("größeres Modell mit Leerzeichen " * 6)
+    root = tmp_path / ("größerer Name mit Leerzeichen " * 6)
     tier = DirectoryTier(root)
     key = ChunkKey("f" * 32, b"\xff" * chunkfile.MAX_NAME_BYTES)
     path = put(tier, key, some_payload(1, 100), Shard(65534, 65535))

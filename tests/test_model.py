@@ -500,17 +500,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.engine.planner_tier.fail(verb, OSError("injected") if raising else Reason.IO_ERROR)
 
     @rule(
-        how=st.sampled_from(["kill", "stop", "reset", "stop"]),
+        how=st.sampled_from(["carry on", "carry on", "carry on", "kill", "stop", "reset"]),
         layout=st.sampled_from(sorted(RANKS)),
         scanned=st.sampled_from([True, True, True, False]),
     )
     def the_end_of_a_run(self, how: str, layout: str, scanned: bool) -> None:
         self.seen[how] += 1
-        if how == "reset":
-            self.reset()
-            return
-        if how == "stop":
-            self.settle()
+        match how:
+            case "carry on":
+                return
+            case "reset":
+                self.reset()
+                return
+            case "stop":
+                self.settle()
         self.stop()
         self.engine = self.start(layout)
         if scanned:
