@@ -46,6 +46,17 @@ def test_saves_leave_the_reserve_to_loads() -> None:
     assert arena.free_count == 4
 
 
+def test_loads_that_hang_leave_the_rest_to_saves() -> None:
+    arena = Arena(4096, 4, reserved=2)
+    loads = [arena.lease_for_load(lambda: True) for _ in range(2)]
+    saves = [arena.lease_for_save() for _ in range(3)]
+    assert [slot is not None for slot in saves] == [True, True, False]
+    for slot in (*saves, *loads):
+        if slot:
+            slot.release()
+    assert [arena.lease_for_save() is not None for _ in range(3)] == [True, True, False]
+
+
 @pytest.mark.parametrize(("count", "reserved"), [(1, 1), (4, 4), (4, 5), (4, -1), (0, 0)])
 def test_an_arena_that_never_lets_a_save_in_is_a_bug(count: int, reserved: int) -> None:
     with pytest.raises(Bug, match="slots reserved"):

@@ -115,7 +115,8 @@ class Rows(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(self.rows))
         entry = self.index.get(row[0])
         assert entry is not None
-        entry.pins = row[3] = pins
+        self.index.pin(row[0], pins - entry.pins)
+        row[3] = pins
 
     @rule(need=st.integers(0, 4000))
     def victims(self, need: int) -> None:
@@ -175,6 +176,11 @@ class Rows(RuleBasedStateMachine):
     def the_sum_is_right(self) -> None:
         assert self.index.used_bytes == sum(row[2] for row in self.rows)
         assert self.index.used_bytes == sum(entry.stored_bytes for _, entry in self.index)
+
+    @invariant()
+    def the_unusual_are_known(self) -> None:
+        unusual = {row[0] for row in self.rows if row[3] or row[1] is not State.READY}
+        assert {key for key, _ in self.index.unusual()} == unusual
 
     @invariant()
     def order_and_content_are_right(self) -> None:

@@ -55,6 +55,8 @@ class Index:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        # Not READY, or pinned: few among millions, and all that `adopt` has to look at.
+        self._unusual: dict[ChunkKey, None] = {}
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -67,6 +69,10 @@ class Index:
         """The entry, or None when this chunk is not known."""
         return self._entries.get(key)
 
+    def unusual(self) -> list[tuple[ChunkKey, Entry]]:
+        """Those that are not READY, or pinned."""
+        return [(key, self._entries[key]) for key in self._unusual]
+
     def put(self, key: ChunkKey, entry: Entry) -> None:
         """Add or replace, as the most recently used; pins stay. Raises Bug on an illegal move."""
         old = self._entries.get(key)
@@ -76,20 +82,27 @@ class Index:
             entry.pins += old.pins
             self.used_bytes -= old.stored_bytes
             del self._entries[key]
-        self._entries[key] = entry
-        self.used_bytes += entry.stored_bytes
+        self._set(key, entry)
 
     def move(self, key: ChunkKey, state: State) -> Entry:
         """Change the state of a known chunk. Raises Bug on an illegal move."""
         entry = self._entries[key]
         _check_move(key, entry.state, state)
         entry.state = state
+        self._classify(key, entry)
         return entry
+
+    def pin(self, key: ChunkKey, by: int) -> None:
+        """Change the pins of a known chunk; they never go below 0."""
+        entry = self._entries[key]
+        entry.pins = max(0, entry.pins + by)
+        self._classify(key, entry)
 
     def drop(self, key: ChunkKey) -> Entry | None:
         """Forget a chunk; None when it was not known."""
         entry = self._entries.pop(key, None)
         if entry is not None:
+            self._unusual.pop(key, None)
             self.used_bytes -= entry.stored_bytes
         return entry
 
@@ -119,18 +132,28 @@ class Index:
         `newer` are the keys that changed since the scan began, and those in flight.
         """
         keep = {key: self._entries.get(key) for key in newer}
-        for key, entry in self._entries.items():
+        for key, entry in self.unusual():
             # A complete copy that failed us looks as good as any to a scan.
             failed = entry.state is State.SUSPECT and entry.shard_counts
             if entry.live or (failed and scanned.get(key) is not None):
                 keep[key] = entry
-        self._entries = scanned._entries
+        self._entries, self._unusual = scanned._entries, scanned._unusual
         self.used_bytes = scanned.used_bytes
         for key, kept in keep.items():
             self.drop(key)
             if kept is not None:
-                self._entries[key] = kept
-                self.used_bytes += kept.stored_bytes
+                self._set(key, kept)
+
+    def _set(self, key: ChunkKey, entry: Entry) -> None:
+        self._entries[key] = entry
+        self.used_bytes += entry.stored_bytes
+        self._classify(key, entry)
+
+    def _classify(self, key: ChunkKey, entry: Entry) -> None:
+        if entry.pins or entry.state is not State.READY:
+            self._unusual[key] = None
+        else:
+            self._unusual.pop(key, None)
 
 
 def _check_move(key: ChunkKey, old: State | None, new: State | None) -> None:

@@ -22,10 +22,11 @@ def aligned(n_bytes: int) -> memoryview:
 class Slot:
     """A lease on one slot of an arena; `release` gives it back, once or more often."""
 
-    __slots__ = ("_arena", "buffer", "number")
+    __slots__ = ("_arena", "_for_save", "buffer", "number")
 
-    def __init__(self, arena: Arena, number: int, buffer: memoryview) -> None:
+    def __init__(self, arena: Arena, number: int, buffer: memoryview, *, for_save: bool) -> None:
         self._arena: Arena | None = arena
+        self._for_save = for_save
         self.number = number
         self.buffer = buffer
 
@@ -39,14 +40,15 @@ class Slot:
         """Return the slot. Idempotent."""
         arena, self._arena = self._arena, None
         if arena is not None:
-            arena._take_back(self.number)
+            arena._take_back(self.number, for_save=self._for_save)
 
 
 class Arena:
     """`slot_count` slots of `slot_bytes` each; safe from any thread.
 
-    Leases for saves leave `reserved` slots free, so that a backlog of saves on a slow
-    medium can never keep a load from starting.
+    Saves together never hold the last `reserved` slots, so a backlog of saves on a slow
+    medium cannot keep a load from starting. With `reserved` slots or fewer in loads' hands,
+    loads do not keep a save from starting either.
     """
 
     def __init__(self, slot_bytes: int, slot_count: int, reserved: int) -> None:
@@ -54,7 +56,8 @@ class Arena:
             raise Bug(f"{reserved} of {slot_count} slots reserved leaves none for saves")
         self.slot_bytes = slot_bytes
         self.slot_count = slot_count
-        self._reserved = reserved
+        self._for_saves = slot_count - reserved
+        self._saving = 0
         self.memory = aligned(slot_bytes * slot_count)
         self._free = list(range(slot_count))[::-1]
         self._changed = threading.Condition()
@@ -65,9 +68,12 @@ class Arena:
         return len(self._free)
 
     def lease_for_save(self) -> Slot | None:
-        """A slot if one is free beyond the reserve, else None at once."""
+        """A slot if one is free and not kept for loads, else None at once."""
         with self._changed:
-            return self._pop() if len(self._free) > self._reserved else None
+            if not self._free or self._saving == self._for_saves:
+                return None
+            self._saving += 1
+            return self._pop(for_save=True)
 
     def lease_for_load(self, give_up: Callable[[], bool]) -> Slot | None:
         """A slot, waiting for one; None as soon as `give_up()` says so."""
@@ -76,14 +82,16 @@ class Arena:
                 if give_up():
                     return None
                 self._changed.wait(0.05)
-            return self._pop()
+            return self._pop(for_save=False)
 
-    def _pop(self) -> Slot:
+    def _pop(self, *, for_save: bool) -> Slot:
         number = self._free.pop()
         start = number * self.slot_bytes
-        return Slot(self, number, self.memory[start : start + self.slot_bytes])
+        memory = self.memory[start : start + self.slot_bytes]
+        return Slot(self, number, memory, for_save=for_save)
 
-    def _take_back(self, number: int) -> None:
+    def _take_back(self, number: int, *, for_save: bool) -> None:
         with self._changed:
+            self._saving -= for_save
             self._free.append(number)
             self._changed.notify_all()

@@ -42,6 +42,7 @@ def build_planner(
     rank_count: int,
     shard_count: int,
     chunk_bytes: int,
+    wants_events: bool,
 ) -> Planner:
     """The planner over the configured tiers, with its background work started.
 
@@ -63,6 +64,7 @@ def build_planner(
         ),
         chores,
         new_namespace=private_namespace,
+        wants_events=wants_events,
     )
     chores.start()
     chores.scanned_once.wait(_SCAN_GRACE_S)

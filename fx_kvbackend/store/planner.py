@@ -114,8 +114,10 @@ class Planner:
         *,
         clock: Callable[[], float] = time.monotonic,
         new_namespace: Callable[[], str],
+        wants_events: bool = True,
     ) -> None:
         self._settings = settings
+        self._wants_events = wants_events
         self._chores = chores
         self._clock = clock
         self._new_namespace = new_namespace
@@ -231,7 +233,7 @@ class Planner:
             entry = self._index.get(key)
             count = self._settings.shard_count
             if entry is not None:
-                entry.pins += 1
+                self._index.pin(key, 1)
                 if entry.shard_counts and count not in entry.shard_counts:
                     count = entry.shard_counts[0]
             out.append((key, count))
@@ -245,7 +247,7 @@ class Planner:
             entry = self._index.get(key)
             if entry is None:
                 continue
-            entry.pins = max(0, entry.pins - 1)
+            self._index.pin(key, -1)
             if entry.state is State.READY:
                 self._use(key, entry)
 
@@ -272,7 +274,7 @@ class Planner:
             self._forget(key)
             return
         # Other shards may be left, and count until a scan has seen what there is.
-        self.events.append((key, True))
+        self._tell(key, removed=True)
         entry.shard_counts = ()
         if entry.state is State.READY:
             self._index.move(key, State.SUSPECT)
@@ -431,7 +433,7 @@ class Planner:
         self._resize(entry, stored_bytes)
         entry.shard_counts = (writing.shard_count,)
         self._saved_since_space_bytes += writing.stored_bytes
-        self.events.append((key, False))
+        self._tell(key, removed=False)
         self.tally.add(metrics.SAVES)
         self.tally.add(metrics.SAVED_BYTES, writing.stored_bytes)
 
@@ -480,7 +482,11 @@ class Planner:
         entry = self._index.drop(key)
         self._changed_since_scan.add(key)
         if entry is not None and entry.shard_counts:
-            self.events.append((key, True))
+            self._tell(key, removed=True)
+
+    def _tell(self, key: ChunkKey, *, removed: bool) -> None:
+        if self._wants_events:
+            self.events.append((key, removed))
 
     def _use(self, key: ChunkKey, entry: Entry) -> None:
         self._touch(key)
@@ -507,8 +513,8 @@ class Planner:
         self._absorb()
         self.namespace = self._new_namespace()
         self._requests.clear()
-        for _, entry in self._index:
-            entry.pins = 0
+        for key, entry in self._index.unusual():
+            self._index.pin(key, -entry.pins)
         log.info(
             "cache reset: chunks saved from now on are in namespace %s, which ends with this "
             "process",
@@ -569,14 +575,15 @@ class Planner:
 
     def _adopt(self, scanned: Index) -> None:
         newer = self._changed_since_scan | self._changed_before
-        for key, entry in self._index:
-            if not entry.shard_counts or entry.live:
-                continue
+        for key, entry in self._index.unusual():
             seen = scanned.get(key)
-            if seen is None and key not in newer:
-                self.events.append((key, True))  # somebody deleted it
-            elif seen is not None and entry.state is State.SUSPECT:
+            if seen is not None and entry.state is State.SUSPECT and not entry.live:
                 self._resize(entry, seen.stored_bytes)  # our word on it stays, not its size
+        if self._wants_events:  # else not worth a walk through a million chunks
+            for key, entry in self._index:
+                known = entry.shard_counts and not entry.live
+                if known and key not in newer and scanned.get(key) is None:
+                    self._tell(key, removed=True)  # somebody deleted it
         self._index.adopt(scanned, newer)
         for used in (self._used_before, self._used_since_scan):
             for key in used:

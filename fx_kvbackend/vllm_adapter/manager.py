@@ -66,11 +66,10 @@ class _Salt:
 class FxManager(OffloadingManager):
     """Runs in the scheduler's process, on its thread."""
 
-    def __init__(self, planner: Planner, *, loads: bool, saves: bool, events: bool) -> None:
+    def __init__(self, planner: Planner, *, loads: bool, saves: bool) -> None:
         self.planner = planner
         self._loads = loads
         self._saves = saves
-        self._events = events
         self._salts: dict[str, bytes] = {}
 
     def salt_request(self, req_id: str, salt: bytes) -> None:
@@ -145,8 +144,6 @@ class FxManager(OffloadingManager):
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self.planner.events = self.planner.events, []
-        if not self._events:
-            return []
         return [
             OffloadingEvent(
                 [OffloadKey(key.name)], Medium.STORAGE, removed=removed, locality=Locality.LOCAL

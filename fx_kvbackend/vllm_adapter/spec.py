@@ -108,13 +108,13 @@ class FxSpec(OffloadingSpec):
             rank_count=ranks,
             shard_count=ranks,
             chunk_bytes=per_rank * ranks,
+            wants_events=self.kv_events_config.enable_kv_cache_events,
         )
         transfer = setup.vllm_config.kv_transfer_config
         return FxManager(
             planner,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
-            events=self.kv_events_config.enable_kv_cache_events,
         )
 
     @override
