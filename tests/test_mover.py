@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -128,22 +129,32 @@ def snapshot(pages: ArrayPages) -> dict[tuple[int, int], bytes]:
     return {(g, b): pages.block(g, b) for g in pages.layers for b in range(BLOCKS)}
 
 
+def patiently() -> Iterator[None]:
+    """Turns of a loop that waits for another thread; only a hang makes them end."""
+    pause, give_up_s = threading.Event(), time.monotonic() + 60.0
+    while time.monotonic() < give_up_s:
+        yield
+        pause.wait(0.0005)
+    raise TimeoutError("it did not come about within a minute")
+
+
 def until(mover: Mover, so: Callable[[], bool]) -> None:
     """Return when something has come about on another thread."""
-    with mover._lock:
-        while not so():
-            mover._settled.wait(0.001)
+    for _ in patiently():
+        with mover._lock:
+            if so():
+                return
 
 
 def finish(mover: Mover, count: int) -> dict[int, JobDone]:
     """The ends of the next `count` jobs, each of which ends once."""
     done: dict[int, JobDone] = {}
-    pause = threading.Event()
-    while len(done) < count:
+    for _ in patiently():
         for one in mover.poll():
             assert one.job_id not in done
             done[one.job_id] = one
-        pause.wait(0.0005)
+        if len(done) >= count:
+            break
     assert len(done) == count
     return done
 
@@ -151,10 +162,10 @@ def finish(mover: Mover, count: int) -> dict[int, JobDone]:
 def reports(mover: Mover, count: int) -> list[SaveReport]:
     """The next `count` last words on saves."""
     out: list[SaveReport] = []
-    pause = threading.Event()
-    while len(out) < count:
+    for _ in patiently():
         out += mover.take_reports()
-        pause.wait(0.0005)
+        if len(out) >= count:
+            break
     assert len(out) == count
     return out
 
@@ -597,8 +608,8 @@ def test_wait_takes_any_iterable_and_ends_saves_and_loads(build: Callable[..., M
         mover = build(tier, filled(), slots=2)
         mover.submit_save(1, [to_save(1, 0, 1, 2, 3), to_save(2, 0, 1, 2, 3)])
         mover.submit_load(2, [to_load(9, 4, 5, 6, 7)])
-        mover.wait(job for job in (1, 2))
-        assert set(finish(mover, 2)) == {1, 2}
+        mover.wait(job for job in (2, 1))
+        assert {done.job_id for done in mover.poll()} == {1, 2}
 
 
 # --- deadlines and the gate --------------------------------------------------------------
@@ -889,10 +900,10 @@ def test_every_job_ends_exactly_once_whatever_happens(
             take_in()
     if seed % 2:
         mover.close()
-    pause = threading.Event()
-    while len(ended) < len(jobs) or len(words) < len(saved):
+    for _ in patiently():
         take_in()
-        pause.wait(0.001)
+        if len(ended) >= len(jobs) and len(words) >= len(saved):
+            break
     mover.close()
     take_in()
     assert ended == Counter(jobs)
@@ -985,6 +996,29 @@ def test_a_chunk_being_copied_when_close_comes_is_still_written(
     assert [report.reason for report in mover.take_reports()] == [None]
     assert {chunk for chunk, _ in medium.shards} == {key(1)}
     assert mover.arena.free_count == mover.arena.slot_count
+
+
+def test_writers_outlive_the_copy_that_is_under_way_when_close_comes(
+    build: Callable[..., Mover],
+) -> None:
+    pages, medium = filled(), Medium()
+    tier = Gated(DictTier(medium), shut=["write"])
+    mover = build(tier, pages, write_threads=1)
+    mover.submit_save(1, [to_save(1, 0, 1, 2, 3)])
+    pages.inside.acquire()
+    tier.wait_until("write")
+    pages.go.clear()
+    mover.submit_save(2, [to_save(2, 0, 1, 2, 3)])
+    pages.inside.acquire()
+    closer = threading.Thread(target=mover.close)
+    closer.start()
+    until(mover, lambda: mover._closed)
+    tier.open("write")
+    until(mover, lambda: bool(mover._reports))  # the writer has nothing left to do
+    pages.go.set()
+    closer.join()
+    assert [report.reason for report in mover.take_reports()] == [None, None]
+    assert {chunk for chunk, _ in medium.shards} == {key(1), key(2)}
 
 
 def test_close_does_not_wait_for_a_hung_medium(

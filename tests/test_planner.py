@@ -83,8 +83,8 @@ def test_requests_that_ask_for_the_same_share_one_question() -> None:
     bench = Bench()
     for request in ("a", "b", "c"):
         bench.planner.expect(names(1, 2), request)
+    assert bench.chores._asked.qsize() == 2
     bench.chores.run_probes()
-    assert bench.chores.run_probes()
     for request in ("a", "b", "c"):
         assert bench.lookup(1, request) is MISS
     assert bench.planner._asking == {}
@@ -426,6 +426,15 @@ def test_offering_a_stored_chunk_is_a_use(later: Callable[[Bench], Bench]) -> No
     assert survivors(later(bench), 2, range(30)) == [0, 1]
 
 
+def test_offering_a_stored_chunk_is_a_use_at_once() -> None:
+    bench = Bench(capacity_bytes=5 * CHUNK_BYTES)
+    for number in range(4):
+        bench.save(number)
+    bench.crank()
+    assert bench.prepare(0, 1, request="still running") == []
+    assert survivors(bench, 2, range(4)) == [0, 1]
+
+
 def test_a_use_during_a_scan_is_not_undone_by_it() -> None:
     bench = Bench()
     for number in range(4):
@@ -718,6 +727,7 @@ def test_an_unknown_free_space_is_no_reason_to_throw_the_store_away() -> None:
     bench.tier.fail("space", times=2)
     bench.crank()
     assert bench.planner.prepare_save(names(9), "r") == []
+    assert bench.count(metrics.DROPPED_SAVES, "scanning") == 1
     assert bench.stored() == set(range(8))
     assert bench.hits(range(8)) == list(range(8)), "and none to serve nothing"
     for _ in range(2):

@@ -92,6 +92,12 @@ class Index:
         self._classify(key, entry)
         return entry
 
+    def resize(self, key: ChunkKey, stored_bytes: int) -> None:
+        """Correct the bytes of a known chunk."""
+        entry = self._entries[key]
+        self.used_bytes += stored_bytes - entry.stored_bytes
+        entry.stored_bytes = stored_bytes
+
     def pin(self, key: ChunkKey, by: int) -> None:
         """Change the pins of a known chunk; they never go below 0."""
         entry = self._entries[key]

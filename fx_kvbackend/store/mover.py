@@ -433,7 +433,8 @@ class Mover:
         header = self._tier.read(chunk.key, shard, into)
         if isinstance(header, Refusal):
             return header
-        if header.geometry != geometry.encoded:
+        same = (header.geometry, header.payload_bytes)
+        if same != (geometry.encoded, geometry.payload_bytes):
             return Refusal(Reason.MISMATCH, "stored with another geometry")
         blocks = geometry.span(chunk.first_block, len(chunk.block_ids))
         payload = into[header.header_bytes : header.header_bytes + header.payload_bytes]

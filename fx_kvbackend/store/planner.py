@@ -430,7 +430,7 @@ class Planner:
             # Copies of other shard counts may lie beside it: the medium knows.
             stored_bytes += writing.replaced.stored_bytes
             self._chores.ask(key)
-        self._resize(entry, stored_bytes)
+        self._index.resize(key, stored_bytes)
         entry.shard_counts = (writing.shard_count,)
         self._saved_since_space_bytes += writing.stored_bytes
         self._tell(key, removed=False)
@@ -496,10 +496,6 @@ class Planner:
         self._index.touch(key)
         self._used_since_scan.pop(key, None)
         self._used_since_scan[key] = None
-
-    def _resize(self, entry: Entry, stored_bytes: int) -> None:
-        self._index.used_bytes += stored_bytes - entry.stored_bytes
-        entry.stored_bytes = stored_bytes
 
     # --- everything else --------------------------------------------------------------
 
@@ -578,7 +574,7 @@ class Planner:
         for key, entry in self._index.unusual():
             seen = scanned.get(key)
             if seen is not None and entry.state is State.SUSPECT and not entry.live:
-                self._resize(entry, seen.stored_bytes)  # our word on it stays, not its size
+                self._index.resize(key, seen.stored_bytes)  # our word on it stays, not its size
         if self._wants_events:  # else not worth a walk through a million chunks
             for key, entry in self._index:
                 known = entry.shard_counts and not entry.live
@@ -624,7 +620,7 @@ class Planner:
             self._index.put(key, Entry(State.READY, copies.stored_bytes, copies.shard_counts))
             self._changed_since_scan.add(key)
         elif entry is not None and entry.state is State.READY:
-            self._resize(entry, copies.stored_bytes)
+            self._index.resize(key, copies.stored_bytes)
             entry.shard_counts = copies.shard_counts
 
 
