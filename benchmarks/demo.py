@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import report
+from benchmarks.load import foreign_ratio, read_cpu
 from benchmarks.metrics_text import Metrics, increase
 from benchmarks.model import DEFAULT_DIRECTORY, ModelUnavailable, prepare, read_shape
 from benchmarks.progress import Progress
@@ -65,6 +67,11 @@ DECLINED_LOADS = "fxkv:declined_loads"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits"
 # Counters may reach /metrics a moment after the answer that they are about.
 METRICS_LIMIT_S = 5.0
+
+
+# Phase -> largest share (0..1) of the machine's CPU that other programs took during it.
+Foreign = dict[str, float]
+FOREIGN_RATIO_MAX = 0.1
 
 
 class DemoFailed(Exception):
@@ -131,7 +138,7 @@ def kv_cache_gib(lengths_tokens: Sequence[int], kv_token_bytes: int) -> int:
 
 
 def run_baseline(
-    options: ServerOptions, lengths_tokens: Sequence[int], progress: Progress
+    options: ServerOptions, lengths_tokens: Sequence[int], progress: Progress, foreign: Foreign
 ) -> list[Trial]:
     """Computes every prompt on a server without the connector; also builds the prompts."""
     with running(options, "without connector", progress) as server:
@@ -139,10 +146,11 @@ def run_baseline(
             list(lengths_tokens), count_tokens=server.count_tokens, chunk_tokens=CHUNK_TOKENS
         )
         trials = [Trial(prompt) for prompt in prompts]
-        for number, trial in enumerate(trials, 1):
-            trial.recomputed = ask(server, trial.prompt)
-            progress.step("recompute", number, len(trials), describe(trial.recomputed))
-            require_cold(trial.recomputed, trial.prompt)
+        with watched(server, "recompute", foreign):
+            for number, trial in enumerate(trials, 1):
+                trial.recomputed = ask(server, trial.prompt)
+                progress.step("recompute", number, len(trials), describe(trial.recomputed))
+                require_cold(trial.recomputed, trial.prompt)
     return trials
 
 
@@ -167,20 +175,35 @@ def run_saves(
 
 
 def run_restored(
-    options: ServerOptions, trials: Sequence[Trial], round_number: int, progress: Progress
+    options: ServerOptions,
+    trials: Sequence[Trial],
+    round_number: int,
+    progress: Progress,
+    foreign: Foreign,
 ) -> None:
     """Asks every prompt once on a freshly started server over the filled store."""
     with running(options, f"after restart {round_number}", progress) as server:
         before = server.metrics()
-        for number, trial in enumerate(trials, 1):
-            answer = ask(server, trial.prompt)
-            after = settled_metrics(server, before, answer)
-            restored = restored_from(answer, before, after)
-            trial.restored.append(restored)
-            before = after
-            text = f"{describe(answer)}, {restored.loaded_chunks:.0f} chunks loaded"
-            progress.step("restored", number, len(trials), text)
+        with watched(server, "restored", foreign):
+            for number, trial in enumerate(trials, 1):
+                answer = ask(server, trial.prompt)
+                after = settled_metrics(server, before, answer)
+                restored = restored_from(answer, before, after)
+                trial.restored.append(restored)
+                before = after
+                text = f"{describe(answer)}, {restored.loaded_chunks:.0f} chunks loaded"
+                progress.step("restored", number, len(trials), text)
         server.kill()
+
+
+@contextlib.contextmanager
+def watched(server: Server, phase: str, foreign: Foreign) -> Iterator[None]:
+    """Notes in `foreign` which share of the CPU other programs took meanwhile, at worst."""
+    began = read_cpu([server.session_id])
+    yield
+    ended = read_cpu([server.session_id])
+    taken = foreign_ratio(began, ended, cores_count=os.cpu_count() or 1)
+    foreign[phase] = max(taken, foreign.get(phase, 0.0))
 
 
 def settled_metrics(server: Server, before: Metrics, answer: Answer) -> Metrics:
@@ -301,13 +324,21 @@ def make_checks(
 
 
 def make_notes(
-    rows: Sequence[dict[str, report.Cell]], settings: dict[str, report.Cell]
+    rows: Sequence[dict[str, report.Cell]],
+    settings: dict[str, report.Cell],
+    foreign: Foreign,
 ) -> list[str]:
     """What a reader must know beside the figures."""
     notes = [
         f"all servers run with the same flags ({settings['mode']}) and on the same cores; "
         "one request at a time",
         "identical: restored answers against local prefix hits of equal depth, token by token",
+    ]
+    notes += [
+        f"the machine was busy: other programs took {taken:.0%} of the CPU during {phase}, "
+        "which makes its times longer; repeat on a quiet machine"
+        for phase, taken in foreign.items()
+        if taken > FOREIGN_RATIO_MAX
     ]
     failed = sum(int(row["failed_loads"] or 0) for row in rows)
     if failed:
@@ -460,7 +491,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         mode = "torch.compile" if arguments.compile else "eager mode, for a short start"
         progress.say(f"{len(plan)} prompts, {sum(plan):,} tokens; every server: {mode}")
-        trials = run_baseline(options("baseline", with_connector=False), plan, progress)
+        foreign: Foreign = {}
+        trials = run_baseline(options("baseline", with_connector=False), plan, progress, foreign)
         stored_bytes = run_saves(
             options("saving", with_connector=True), trials, store_path, progress
         )
@@ -468,7 +500,9 @@ def run(arguments: argparse.Namespace) -> int:
         for number in range(1, arguments.restarts + 1):
             drops.append(str(drop_page_cache(store_path)))
             progress.say(drops[-1])
-            run_restored(options(f"restart{number}", with_connector=True), trials, number, progress)
+            run_restored(
+                options(f"restart{number}", with_connector=True), trials, number, progress, foreign
+            )
         settings: dict[str, report.Cell] = {
             "server": shown_command(options("", with_connector=False)),
             "connector": json.dumps(connector).replace(str(store_path), "DIRECTORY"),
@@ -480,6 +514,7 @@ def run(arguments: argparse.Namespace) -> int:
             "store_bytes": stored_bytes,
             "store_filesystem": filesystem_type(store_path),
             "page_cache": "; ".join(drops),
+            **{f"foreign_cpu_{phase}": f"{taken:.0%}" for phase, taken in foreign.items()},
         }
     rows = make_rows(trials)
     result = report.Result(
@@ -489,7 +524,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows=rows,
         checks=make_checks(trials, rows),
         settings=settings,
-        notes=make_notes(rows, settings),
+        notes=make_notes(rows, settings, foreign),
     )
     return report.publish(
         result,

@@ -143,6 +143,7 @@ class Bench:
         capacity_bytes: int | None = 100 * CHUNK_BYTES,
         free_floor_bytes: int | None = 0,
         scanned: bool = True,
+        wants_events: bool = True,
     ) -> None:
         self.medium = medium or Medium()
         self.clock = clock or Clock()
@@ -165,6 +166,7 @@ class Bench:
             self.chores,
             clock=self.clock,
             new_namespace=lambda: f"{next(namespaces):032x}",
+            wants_events=wants_events,
         )
         if scanned:
             self.chores.run_chores()

@@ -408,6 +408,14 @@ class TestDemo:
         assert row["loaded_bytes"] == 2 * 896 * 23040
         assert row["logprob_gap"] == 0.0
 
+    def test_a_busy_machine_is_named_with_its_phase(self) -> None:
+        settings: dict[str, report.Cell] = {"mode": "eager", "store_filesystem": "ext4"}
+        rows = demo.make_rows([trial(7000)])
+        quiet = demo.make_notes(rows, settings, {"recompute": 0.02, "restored": 0.1})
+        busy = demo.make_notes(rows, settings, {"recompute": 0.4, "restored": 0.02})
+        assert not any("busy" in note for note in quiet)
+        assert ["40% of the CPU during recompute" in note for note in busy].count(True) == 1
+
     def test_a_cold_run_that_was_cached_is_no_baseline(self) -> None:
         with pytest.raises(demo.DemoFailed, match="128 tokens cached"):
             demo.require_cold(answer(cached=128), Prompt("emma@0", "...", 1000))

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from fx_kvbackend.core import format as chunkfile
 from fx_kvbackend.core.geometry import Geometry, Page, Run
+from fx_kvbackend.engines.buffers import aligned
 from fx_kvbackend.errors import ConfigError
 from fx_kvbackend.records import (
     ChunkKey,
@@ -781,6 +783,23 @@ def test_another_geometry_of_the_same_rank_count_is_a_mismatch(
         other = {0: geometry(pages_bytes, blocks=4)}
         done = load(build(DictTier(medium), Held(other), other), to_load(1, 0, 1, 2, 3))
         assert done.failures == (failed(1, Reason.MISMATCH, 0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 700, 769, 4096])
+def test_a_payload_of_another_size_is_a_mismatch_whatever_its_header_says(
+    build: Callable[..., Mover], payload_bytes: int
+) -> None:
+    geo = SMALL[0]
+    assert geo.payload_bytes == 768
+    buffer = aligned(8192)
+    total = chunkfile.seal(buffer, key(1), WHOLE, geo.encoded, payload_bytes)
+    medium = Medium()
+    medium.shards[key(1), WHOLE] = Stored(bytes(buffer[:total]), 0.0)
+    pages = filled()
+    before = snapshot(pages)
+    done = load(build(DictTier(medium), pages), to_load(1, 0, 1, 2, 3))
+    assert done.failures == (failed(1, Reason.MISMATCH, 0, 1, 2, 3),)
+    assert snapshot(pages) == before
 
 
 def test_a_bad_copy_is_replaced_when_the_planner_says_so(build: Callable[..., Mover]) -> None:

@@ -160,6 +160,21 @@ def test_a_failure_is_remembered_over_scans_that_find_the_copy_in_order() -> Non
         assert bench.found(1) is MISS
 
 
+def test_a_bad_copy_counts_with_the_size_that_a_scan_finds() -> None:
+    bench = Bench()
+    bench.save(1)
+    stored = bench.medium.shards[key(1), WHOLE]
+    stored.data = stored.data[:100]
+    bench.load(1, fail=Reason.TRUNCATED)
+    assert bench.planner.used_bytes == CHUNK_BYTES
+    for _ in range(3):
+        bench.scan()
+    assert bench.planner.used_bytes == 100
+    assert bench.found(1) is MISS
+    assert bench.save(1) == [1]
+    assert bench.planner.used_bytes >= CHUNK_BYTES
+
+
 def test_a_bad_copy_stays_bad_when_its_replacement_is_dropped() -> None:
     bench = Bench()
     bench.save(1)
@@ -683,6 +698,23 @@ def test_a_scan_that_fails_is_tried_again_and_changes_nothing() -> None:
     assert bench.hits([1, 2]) == [1, 2], "what a failed scan did not see is still there"
 
 
+def test_trouble_in_the_background_is_told_once_and_again_when_it_returns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+
+    def errors() -> int:
+        bench.clock.advance(1.0)
+        bench.crank()
+        return sum(record.levelname == "ERROR" for record in caplog.records)
+
+    bench.tier.fail("space", times=3)
+    assert [errors() for _ in range(4)] == [1, 1, 1, 1]
+    bench.tier.fail("space")
+    assert errors() == 2
+    assert all(record.exc_info for record in caplog.records)
+
+
 def test_the_floor_is_kept_within_one_call_and_between_two_looks() -> None:
     floor = 10 * CHUNK_BYTES
     medium = Medium(total_bytes=15 * CHUNK_BYTES)
@@ -1131,6 +1163,22 @@ def test_a_chunk_deleted_by_somebody_is_noticed_by_a_scan_or_by_its_load() -> No
     assert bench.planner.events == [(key(1), True), (key(2), True)]
 
 
+def test_a_deleted_chunk_that_is_being_loaded_is_let_go_when_the_load_is_over() -> None:
+    bench = Bench()
+    bench.save(1)
+    bench.planner.prepare_load(names(1))
+    bench.planner.events.clear()
+    bench.medium.shards.clear()
+    for _ in range(3):
+        bench.scan()
+    assert (bench.pins, bench.planner.events) == (1, [])
+    bench.planner.complete_load(names(1))
+    for _ in range(3):
+        bench.scan()
+    assert bench.planner.events == [(key(1), True)]
+    assert bench.found(1) is MISS
+
+
 def test_a_scan_counts_what_dead_writers_left() -> None:
     class Leftovers(Over):
         def sweep(self) -> int:
@@ -1241,6 +1289,18 @@ def test_gauges_tell_the_room_and_stay_in_bounds() -> None:
     assert bench.planner.used_bytes == bench.medium.used_bytes
 
 
+def test_cpu_time_of_the_background_is_told_in_grains_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.counts()
+    told = []
+    for seconds in (0.5, 0.5, 0.505, 0.75):
+        monkeypatch.setattr(bench.chores, "cpu_seconds", lambda seconds=seconds: seconds)
+        told.append(bench.count(metrics.THREAD_CPU_SECONDS))
+    assert told == [0.5, 0, 0, 0.25]
+
+
 def test_events_tell_what_happened_after_it_did() -> None:
     bench = Bench(capacity_bytes=3 * CHUNK_BYTES)
     ((chunk, _),) = bench.prepare(1)
@@ -1281,6 +1341,17 @@ def test_events_and_the_medium_agree_after_a_long_mix() -> None:
     assert told == {chunk for chunk, _ in bench.medium.shards}
 
 
+def test_events_nobody_wants_are_not_kept() -> None:
+    bench = Bench(wants_events=False)
+    bench.save(1, 2)
+    bench.medium.shards.clear()
+    bench.load(1, fail=Reason.ABSENT)
+    for _ in range(3):
+        bench.scan()
+    assert bench.planner.events == []
+    assert bench.planner.used_bytes == 0
+
+
 # --- background threads ------------------------------------------------------------------
 
 
@@ -1300,7 +1371,8 @@ def test_threads_answer_by_themselves_and_end_when_closed() -> None:
     bench.planner.close()
 
 
-def test_closing_does_not_wait_for_a_hung_medium() -> None:
+def test_closing_does_not_wait_for_a_hung_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fx_kvbackend.store.chores._CLOSE_S", 0.01)
     with Gated(DictTier(), shut=["find"]) as tier:
         chores = Chores(tier)
         chores.start()

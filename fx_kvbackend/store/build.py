@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fx_kvbackend.config import AUTO, Config
 from fx_kvbackend.core.geometry import Geometry
+from fx_kvbackend.errors import ConfigError
 from fx_kvbackend.records import Shard
 from fx_kvbackend.store.chores import Chores
 from fx_kvbackend.store.mover import Mover, MoverSettings
@@ -82,7 +83,8 @@ def build_mover(
 ) -> Mover:
     """One rank's mover over the configured tiers, with its threads started.
 
-    Raises TierUnavailable when the store cannot be opened.
+    Raises TierUnavailable when the store cannot be opened, ConfigError when the staging
+    memory is too small for these chunks.
     """
     from fx_kvbackend.engines.pages import pin  # torch, which a planner can do without
 
@@ -92,19 +94,23 @@ def build_mover(
         allow_direct=local.direct_io == AUTO,
         sync=local.durability == "data",
     )
-    mover = Mover(
-        tier,
-        pages,
-        geometries,
-        MoverSettings(
-            shard=shard,
-            writes=writes,
-            staging_bytes=config.staging,
-            load_deadline_s=config.load_deadline_s,
-            read_threads=local.read_threads,
-            write_threads=local.write_threads,
-        ),
-    )
+    try:
+        mover = Mover(
+            tier,
+            pages,
+            geometries,
+            MoverSettings(
+                shard=shard,
+                writes=writes,
+                staging_bytes=config.staging,
+                load_deadline_s=config.load_deadline_s,
+                read_threads=local.read_threads,
+                write_threads=local.write_threads,
+            ),
+        )
+    except ConfigError:
+        tier.close()
+        raise
     unpinned = pin(mover.arena.memory)
     log.info(
         "bytes travel: %s; GDS: not used (POSIX engine); staging %d x %.2f MiB, %s",

@@ -28,6 +28,8 @@ _SCAN_INTERVAL_S = 60.0
 _SCAN_RETRY_S = 5.0
 _SPACE_INTERVAL_S = 1.0
 _MAX_QUEUED_TOUCHES = 1 << 16
+# How long `close` waits for each thread: a hung medium must not hang the exit.
+_CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Chores:
         self._asked.put(None)
         self._todo.put(None)
         for thread in self._threads:
-            thread.join(timeout=1.0)  # a hung medium must not hang the exit
+            thread.join(timeout=_CLOSE_S)
         self._threads = []
         self._tier.close()
 

@@ -170,10 +170,11 @@ class FxKVConnector(OffloadingConnector):
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         meta = super().build_connector_worker_meta()
         news = self._worker.take_news() if self.connector_worker is not None else None
-        if news is None:
-            return meta
+        if meta is None and news is None:
+            return None
+        # Ours even without news: a plain one would lose those of the rank it is merged with.
         meta = meta or OffloadingWorkerMetadata()
-        return FxWorkerMetadata(meta.completed_jobs, meta.transfer_stats, news)
+        return FxWorkerMetadata(meta.completed_jobs, meta.transfer_stats, news or News())
 
     # --- front end --------------------------------------------------------------------
 

@@ -5,9 +5,15 @@ Imported in every process of every vLLM, so it stays light and never raises.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
 
 _CONNECTOR = "FxKVConnector"
+# Taken when vLLM loads its plugins, which is before its CPU backend binds the main thread of a
+# worker to the cores that compute.
+_CORES = os.sched_getaffinity(0)
 
 
 def register() -> None:
@@ -27,3 +33,20 @@ def use_host_logging() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = theirs.propagate
+
+
+@contextlib.contextmanager
+def unbound_threads() -> Iterator[None]:
+    """Threads started inside may run on all cores of the process.
+
+    Else they would inherit the core of the CPU backend's main thread and compete with compute
+    while other cores are idle.
+    """
+    bound = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # the set of allowed cores may have shrunk since
+        os.sched_setaffinity(0, _CORES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, bound)

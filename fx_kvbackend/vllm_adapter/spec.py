@@ -30,6 +30,7 @@ from fx_kvbackend.errors import Bug
 from fx_kvbackend.store.build import build_mover, build_planner
 from fx_kvbackend.vllm_adapter.identity import build_manifest, namespace_of
 from fx_kvbackend.vllm_adapter.manager import FxManager
+from fx_kvbackend.vllm_adapter.plugin import unbound_threads
 from fx_kvbackend.vllm_adapter.worker import (
     FxWorker,
     geometries_of,
@@ -143,5 +144,6 @@ class FxSpec(OffloadingSpec):
                     f"group {group_id}: {geometry.block_bytes} bytes per block, planned with "
                     f"{self.config.worker_kv_bytes_per_block}"
                 )
-        mover = build_mover(config, pages_for(groups), geometries, shard, writes=writes)
+        with unbound_threads():
+            mover = build_mover(config, pages_for(groups), geometries, shard, writes=writes)
         return FxWorker(mover, geometries)

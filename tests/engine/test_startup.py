@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fx_kvbackend import metrics
 from fx_kvbackend.errors import ConfigError, HostError, TierUnavailable
 from fx_kvbackend.records import Reason
 from fx_kvbackend.vllm_adapter import connector as connector_module
+from fx_kvbackend.vllm_adapter import plugin
 from tests.engine.harness import engine, stored_files
 from tests.engine.models import prompt
 
@@ -185,3 +187,19 @@ def test_a_producer_saves_and_a_consumer_loads(llama: str, store: Path) -> None:
         running.ask_one(prompt(2, 600))
         assert running.counter(metrics.SAVES) == 0
     assert len(stored_files(store)) == 4
+
+
+def test_our_threads_are_not_bound_to_the_cores_that_compute() -> None:
+    cores = os.sched_getaffinity(0)
+    one = {min(cores)}
+    seen: list[set[int]] = []
+    os.sched_setaffinity(0, one)
+    try:
+        with plugin.unbound_threads():
+            thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert seen == [cores]
