@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import kill_session
 from tests.engine.harness import Answer, Engine
 
 MARK = "@@ "
@@ -78,9 +78,8 @@ class Child:
         return self._process.wait(60)
 
     def kill(self) -> None:
-        """SIGKILL the whole process group that was started here, and wait. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL every process that was started here, and wait. Idempotent."""
+        kill_session(self._process.pid)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
