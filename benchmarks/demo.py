@@ -111,14 +111,6 @@ class Trial:
     restored: list[Restored] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
-    """The stored KV after the saves, and how cold it was before each restart."""
-
-    bytes_stored: int
-    drops: tuple[str, ...]
-
-
 # -- the three runs ------------------------------------------------------------------------------
 
 

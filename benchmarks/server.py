@@ -235,14 +235,6 @@ class Server:
         self._process.wait()
         self._scratch.cleanup()
 
-    def terminate(self, *, limit_s: float = 60.0) -> None:
-        """SIGTERM to the server, as an orchestrator stops it; the rest is killed at the limit."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(limit_s)
-        self.kill()
-
     def last_words(self, lines_count: int = 30) -> str:
         """The end of the server's log."""
         text = self.options.log_path.read_text("utf-8", "replace")

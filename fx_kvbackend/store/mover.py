@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_NAME_BYTES = chunkfile.MAX_NAME_BYTES
-
 # How long `close` waits for all threads together: a hung medium must not hang the exit.
 _CLOSE_S = 2.0
 
@@ -540,7 +538,9 @@ class Mover:
     def _header_bytes(self, name: bytes, geometry: Geometry) -> int:
         return chunkfile.header_bytes(len(name), len(geometry.encoded), geometry.payload_bytes)
 
-    def _file_bytes(self, geometry: Geometry, name: bytes = b"\0" * MAX_NAME_BYTES) -> int:
+    def _file_bytes(
+        self, geometry: Geometry, name: bytes = b"\0" * chunkfile.MAX_NAME_BYTES
+    ) -> int:
         return chunkfile.file_bytes(len(name), len(geometry.encoded), geometry.payload_bytes)
 
     def _count_cpu(self, name: str) -> None:
